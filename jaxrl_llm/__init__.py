@@ -1,0 +1,3 @@
+"""Reinforcement learning post-training of language models in JAX."""
+
+__version__ = "0.1.0"

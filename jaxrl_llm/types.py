@@ -1,0 +1,113 @@
+"""The nouns of the project and its vocabulary of axes.
+
+Axes
+----
+P  prompts in a batch            G  responses per prompt (the group)
+B  responses in a batch, P·G, row-major by prompt: row p·G + g is response g of prompt p
+S  prompt tokens (padded)        T  response tokens (padded)
+D  model width                   V  vocabulary
+L  layers                        H, K  query heads, key-value heads
+
+Lengths are in tokens, log-probs and entropies in nats, times in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+# Why a response ended. TRUNCATED means LENGTH and nothing else.
+EOS, STOP, LENGTH, CANCELLED = "eos", "stop", "length", "cancelled"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem. `text` is what the policy sees; `answer` and `meta` are for the verifier."""
+
+    id: int
+    text: str
+    answer: Any = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a verifier says of one response.
+
+    `value` is what the policy is trained on; accuracy, group filters and length splits use `correct`.
+    """
+
+    value: float
+    correct: bool
+    parsed: str | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems, a verifier and, for tasks a small model is primed on, traces of reasoning.
+
+    `reward(prompt, response_text, finish) -> Reward` gets the response without its end-of-sequence token.
+    `trace(prompt, behaviour, seed) -> str` writes a worked response in one of `behaviours`.
+    """
+
+    train: Sequence[Prompt]
+    test: Sequence[Prompt]
+    reward: Callable[[Prompt, str, str], Reward]
+    trace: Callable[[Prompt, str, int], str] | None = None
+    behaviours: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Groups of sampled responses, on the host (NumPy). A response's tokens include its end-of-sequence token."""
+
+    prompts: tuple[Prompt, ...]  # P
+    prompt_tokens: np.ndarray  # int32 [P,S], right-padded
+    prompt_lengths: np.ndarray  # int32 [P]
+    tokens: np.ndarray  # int32 [B,T], right-padded
+    sampler_logp: np.ndarray  # float32 [B,T], of the distribution really drawn from
+    lengths: np.ndarray  # int32 [B]
+    finish: np.ndarray  # str [B]
+    texts: tuple[str, ...]  # B
+    draws: np.ndarray  # int64 [P]: how many prompts had been handed out before this one
+
+    @property
+    def group_size(self) -> int:
+        return len(self.texts) // len(self.prompts)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """What one optimiser step learns from, on the mesh.
+
+    A group's prompt is stored once. `inputs` begins with the prompt's last token and `targets` with the response's
+    first: position t of a response predicts targets[:, t]. The prompt's other tokens are `prefix`.
+    Optional arrays are None when the algorithm does not need them.
+    """
+
+    prefix: jax.Array  # int32 [P,S]: the prompt without its last token
+    prefix_lengths: jax.Array  # int32 [P]
+    inputs: jax.Array  # int32 [B,T]
+    targets: jax.Array  # int32 [B,T]
+    mask: jax.Array  # bool [B,T]: generated tokens that train
+    adv: jax.Array  # float32 [B,T]
+    sampler_logp: jax.Array | None = None  # float32 [B,T]
+    old_logp: jax.Array | None = None  # float32 [B,T]; None: this is the batch's only update, old is the live one
+    ref_logp: jax.Array | None = None  # float32 [B,T]
+    weights: jax.Array | None = None  # float32 [B,T], Σ over the optimiser batch of weights·x is the loss
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that the train step reads and writes; a plain pytree, donated."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array  # int32 []: optimiser steps taken
