@@ -1,0 +1,148 @@
+"""From sampled responses to what one optimiser step learns from."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.types import LENGTH, Batch, Rollouts
+
+AnyArray = Array | np.ndarray
+
+NORMS = ("token", "sequence", "prompt", "constant", "otm")
+
+
+def token_weights(
+    mask: Bool[AnyArray, "B T"],
+    norm: str,
+    *,
+    group_size: int | None = None,
+    max_len: float | None = None,
+    row_valid: Bool[AnyArray, "B"] | None = None,
+) -> Float[Array, "B T"]:
+    """How much each token counts: the loss is Σ w·x. To be computed once, over the whole optimiser batch.
+
+        token     Σ m·x / Σ m
+        sequence  mean over rows of (Σ_t m·x / n_i)                    n_i = Σ_t m[i,t]
+        prompt    mean over groups p of (Σ_{i∈p,t} m·x / Σ_{i∈p} n_i)
+        constant  Σ m·x / (B·max_len)                                  max_len = 1: mean over rows of the token sum
+        otm       Σ_i (Σ_t m·x / n_i) / P                              a sum over the group, not a mean
+
+    Means are over rows or groups that have a token left; only `constant` counts all real rows, emptied ones included.
+    mask: [B,T], True on the tokens that train;  norm: one of NORMS;  group_size: responses per prompt, consecutive
+    rows (prompt, otm);  max_len: tokens (constant);  row_valid: [B], False on rows that only pad the batch and count
+    nowhere, None if there are none.
+    Returns w, float32 [B,T], 0 where mask is False; all 0 if no token is left.
+    Raises ValueError on an unknown norm, a missing or non-positive group_size or max_len that the norm needs, or a B
+    that group_size does not divide.
+    token and prompt: arXiv 2503.14476; sequence: 2402.03300; constant: 2503.20783; otm: 2509.02333.
+    """
+    if norm not in NORMS:
+        raise ValueError(f"norm={norm!r}: expected one of {', '.join(NORMS)}")
+    rows = mask.shape[0]
+    if norm in ("prompt", "otm"):
+        if group_size is None or group_size <= 0:
+            raise ValueError(
+                f"group_size={group_size!r}: norm={norm!r} needs a positive number of responses per prompt"
+            )
+        if rows % group_size:
+            raise ValueError(f"group_size={group_size}: does not divide the {rows} rows of mask")
+    if norm == "constant" and (max_len is None or max_len <= 0):
+        raise ValueError(f"max_len={max_len!r}: norm='constant' needs a positive number of tokens")
+
+    valid = jnp.ones(rows, bool) if row_valid is None else jnp.asarray(row_valid)
+    m = jnp.asarray(mask) & valid[:, None]
+    lengths = m.sum(axis=1, keepdims=True)  # [B,1] tokens; counts stay integers, so their order of summation is moot
+    if norm == "token":
+        denominator = lengths.sum()
+    elif norm == "sequence":
+        denominator = _product(lengths, (lengths > 0).sum())
+    elif norm == "constant":
+        denominator = _product(valid.sum(), max_len)
+    else:
+        group_tokens = lengths.reshape(-1, group_size).sum(axis=1)  # [P]
+        per_row = jnp.repeat(group_tokens, group_size)[:, None] if norm == "prompt" else lengths
+        denominator = _product(per_row, (group_tokens > 0).sum())
+    # Where the denominator is 0 no token is left to weigh; the 1 only keeps 0/0 out.
+    return jnp.where(m, 1.0 / jnp.where(denominator == 0, 1.0, denominator), 0.0).astype(jnp.float32)
+
+
+def _product(count, other) -> Array:
+    """count·other in float32: tokens times rows can pass int32."""
+    return jnp.asarray(count, jnp.float32) * other
+
+
+def bucket(n: int, smallest: int = 16) -> int:
+    """The least of 16, 24, 32, 48, 64, … that holds n: few shapes, hence few compilations, at most a third wasted."""
+    size = smallest
+    while size < n:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def make_batch(
+    rollouts: Rollouts, *, shape: tuple[int, int], drop_truncated: bool = False, sharding: Sharding | None = None
+) -> Batch:
+    """Prompts and responses as the arrays of one update, placed as `sharding` says; advantages are 0 as yet.
+
+    Here, and nowhere else, targets are shifted against inputs by one token: `inputs` is the prompt's last token and
+    then the response without its last, `targets` the response. `mask` comes from the sampler's lengths and finish
+    reasons. `shape`: padded prefix and response tokens (S, T); ValueError when they are too small.
+    `drop_truncated`: responses cut at the token limit leave the mask (DAPO's overlong filtering).
+    """
+    size, length = shape
+    need = int(rollouts.prompt_lengths.max()) - 1, int(rollouts.lengths.max())
+    if need[0] > size or need[1] > length:
+        raise ValueError(f"shape={shape}: expected at least {need} tokens of prefix and response")
+    fit = lambda x, n: np.pad(x[:, :n], ((0, 0), (0, max(0, n - x.shape[1]))))
+    before = np.arange(size) < rollouts.prompt_lengths[:, None] - 1
+    last = np.take_along_axis(rollouts.prompt_tokens, rollouts.prompt_lengths[:, None] - 1, axis=1)
+    targets = fit(rollouts.tokens, length)
+    mask = np.arange(length) < rollouts.lengths[:, None]
+    if drop_truncated:
+        mask &= (rollouts.finish != LENGTH)[:, None]
+    batch = Batch(
+        prefix=np.where(before, fit(rollouts.prompt_tokens, size), 0),
+        prefix_lengths=rollouts.prompt_lengths - 1,
+        inputs=np.concatenate([np.repeat(last, rollouts.group_size, axis=0), targets[:, :-1]], axis=1),
+        targets=targets,
+        mask=mask,
+        adv=np.zeros(mask.shape, np.float32),
+        sampler_logp=np.where(mask, fit(rollouts.sampler_logp, length), 0).astype(np.float32),
+    )
+    return jax.device_put(batch, sharding)
+
+
+def with_advantages(batch: Batch, adv: Float[AnyArray, "P G"] | Float[AnyArray, "B T"]) -> Batch:
+    """The batch with an advantage per response spread over its tokens, or one per token."""
+    adv = jnp.asarray(adv, jnp.float32)
+    if adv.shape != batch.mask.shape:
+        adv = jnp.broadcast_to(adv.reshape(-1, 1), batch.mask.shape)
+    return replace(batch, adv=jnp.where(batch.mask, adv, 0.0))
+
+
+def with_weights(batch: Batch, norm: str, max_len: float | None) -> Batch:
+    """The batch with its token weights: over all of it, before anything is cut into micro-batches."""
+    group = batch.inputs.shape[0] // batch.prefix.shape[0]
+    return replace(batch, weights=token_weights(batch.mask, norm, group_size=group, max_len=max_len))
+
+
+def cut(batch: Batch, parts: int) -> Batch:
+    """Every array with a new leading axis of `parts`, cut by whole prompts.
+
+    A part takes every parts-th prompt, so that each device of a sharded batch holds its share of every part.
+    Raises ValueError when `parts` does not divide the prompts.
+    """
+    prompts = batch.prefix.shape[0]
+    if prompts % parts:
+        raise ValueError(f"parts={parts}: does not divide the {prompts} prompts of the batch")
+
+    def one(x: Array) -> Array:
+        per = x.shape[0] // prompts  # 1, or the group's size
+        y = x.reshape(prompts // parts, parts, per, *x.shape[1:]).swapaxes(0, 1)
+        return y.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+
+    return jax.tree.map(one, batch)

@@ -1,0 +1,142 @@
+"""The command line: train, sft, eval, sample, show. Bad input is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxrl_llm import config as configs
+
+Set = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="path.to.field=value")]
+File = tyro.conf.Positional[Path]
+
+
+def train(experiment: File, set_: Set = (), resume: bool = False, out: Path | None = None) -> None:
+    """Run an experiment file: prime a base policy, then reinforcement learning.
+
+    Args:
+        experiment: a Python file with CONFIG = Config(…).
+        set_: override a field of CONFIG; may be given again.
+        resume: go on from the newest checkpoint in --out, exactly.
+        out: the run's folder; runs/<name of the experiment> if left out.
+    """
+    from jaxrl_llm import trainer
+
+    config, out = configs.load(experiment, set_), out or Path("runs") / experiment.stem
+    _devices(config)
+    done = trainer.train(config, out, resume=resume, source=experiment)
+    if not done:
+        print(f"stopped; go on with: {trainer.resume_command(experiment, out, set_)}")
+        return
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    held_out = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
+    problems = config.evaluation.problems
+    print(f"held-out accuracy on {problems} problems: {held_out[0]:.1%} before, {held_out[-1]:.1%} after")
+    print(f"curves: {out / 'curves.png'}   metrics: {out / 'metrics.jsonl'}   samples: {out / 'samples.jsonl'}")
+
+
+def sft(experiment: File, set_: Set = (), out: Path | None = None) -> None:
+    """The supervised stage of an experiment alone: make its base policy, measure it, keep it.
+
+    Args:
+        experiment: a Python file with CONFIG = Config(…) and a `prime` stage.
+        set_: override a field of CONFIG; may be given again.
+        out: the run's folder; runs/<name of the experiment> if left out.
+    """
+    from jaxrl_llm import trainer
+
+    config, out = configs.load(experiment, set_), out or Path("runs") / experiment.stem
+    if config.prime is None:
+        raise ValueError("prime is None; expected a Prime(…) for jaxrl sft")
+    _devices(config)
+    row = trainer.prime_only(config, out, source=experiment)
+    if row is None:
+        print("stopped; the same command goes on from here")
+    else:
+        print(f"base policy in {out / 'base'}: held-out accuracy {row['eval/accuracy']:.1%}")
+
+
+def evaluate(run: File, problems: int = 512, samples: int = 1) -> None:
+    """Held-out accuracy of a run's newest checkpoint: avg@k, pass@k (unbiased), lengths.
+
+    Args:
+        run: the run's folder.
+        problems: held-out problems to answer.
+        samples: answers per problem (k).
+    """
+    import jax
+
+    from jaxrl_llm import trainer
+
+    learner, engine, step = trainer.load_policy(run)
+    asked = replace(learner.config.evaluation, problems=problems, samples=samples)
+    learner = replace(learner, config=configs.validate(replace(learner.config, evaluation=asked)))
+    with jax.set_mesh(learner.mesh):
+        row = trainer.evaluate(learner, engine)
+    print(f"{run} at step {step}, {problems} problems × {samples} samples")
+    for name, value in row.items():
+        print(f"  {name.removeprefix('eval/'):<12} {value:.4f}")
+
+
+def sample(run: File, problem: tyro.conf.Positional[str], n: int = 1, seed: int = 0) -> None:
+    """Answers of a run's newest checkpoint to a problem of yours.
+
+    Args:
+        run: the run's folder.
+        problem: the prompt, as the policy shall see it.
+        n: answers to draw.
+        seed: other seeds draw other answers.
+    """
+    import jax
+
+    from jaxrl_llm import rollouts, trainer
+    from jaxrl_llm.types import Prompt
+
+    learner, engine, _ = trainer.load_policy(run)
+    most = learner.config.rollout.max_prompt_tokens
+    with jax.set_mesh(learner.mesh):
+        answers = rollouts.sample_groups(engine, (Prompt(0, problem),), n, seed=seed, draws=[0], max_prompt_tokens=most)
+    for text, finish in zip(answers.texts, answers.finish, strict=True):
+        print(text if finish == "eos" else f"{text}  [{finish}]")
+
+
+def show(experiment: File, set_: Set = ()) -> None:
+    """Print an experiment's whole config as JSON.
+
+    Args:
+        experiment: a Python file with CONFIG = Config(…), or a run's config.json.
+        set_: override a field of CONFIG; may be given again.
+    """
+    print(json.dumps(configs.to_json(configs.load(experiment, set_)), indent=1))
+
+
+def _devices(config: configs.Config) -> None:
+    """Say what the run will use, and fail on a mesh that the machine cannot hold, before any work."""
+    import jax
+
+    from jaxrl_llm.sharding import make_mesh
+
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    shape = "×".join(map(str, mesh.devices.shape))
+    print(f"{jax.devices()[0].device_kind} × {mesh.size}, mesh {shape}, {config.model.n_params / 1e6:.2f} M parameters")
+
+
+def main() -> None:
+    """Entry point of `jaxrl`."""
+    commands = {"train": train, "sft": sft, "eval": evaluate, "sample": sample, "show": show}
+    try:
+        tyro.extras.subcommand_cli_from_dict(commands, prog="jaxrl", description=__doc__)
+    except (ValueError, RuntimeError, OSError) as error:
+        if "JAXRL_TRACEBACK" in __import__("os").environ:
+            raise
+        print(f"jaxrl: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""One decoder: Qwen2/2.5/3, Llama 3 and the small models trained from scratch here.
+
+Pre-norm blocks of grouped-query attention with RoPE and a SwiGLU, RMSNorm throughout. Each parameter is declared once,
+with its shape, initialiser and logical axes; shardings, optimiser state and checkpoints derive from that declaration.
+Layers are stacked on a leading `layers` axis and scanned.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.models.attention import Attend
+from jaxrl_llm.sharding import constrain
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretch of the low RoPE frequencies to a longer context."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vocab_size: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp_width: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied_head: bool = True
+    norm_eps: float = 1e-6
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are kept in float32
+    fp32_head: bool = True  # the head's product in float32 even when dtype is bfloat16
+    remat: bool = False  # recompute each block in the backward pass: less memory, a third more work
+
+    @property
+    def n_params(self) -> int:
+        attention = self.width * self.head_width * 2 * (self.heads + self.kv_heads)
+        attention += (self.heads + 2 * self.kv_heads) * self.head_width if self.qkv_bias else 0
+        attention += 2 * self.head_width if self.qk_norm else 0
+        block = attention + 3 * self.width * self.mlp_width + 2 * self.width
+        return self.layers * block + self.width + self.vocab_size * self.width * (1 if self.tied_head else 2)
+
+
+def rope(positions: Int[Array, "*N"], config: ModelConfig) -> tuple[Float[Array, "*N 1 C"], Float[Array, "*N 1 C"]]:
+    """Cosines and sines of the rotary embedding (2104.09864), in the rotate-half convention of Hugging Face."""
+    half = config.head_width // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if s := config.rope_scaling:
+        wavelength = 2 * math.pi / frequency
+        low, high = s.original_max_position / s.low_freq_factor, s.original_max_position / s.high_freq_factor
+        smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        between = (1 - smooth) * frequency / s.factor + smooth * frequency
+        frequency = jnp.where(wavelength > low, frequency / s.factor, jnp.where(wavelength < high, frequency, between))
+    angle = positions[..., None].astype(jnp.float32) * frequency
+    angle = jnp.concatenate([angle, angle], axis=-1)[..., None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return (jnp.concatenate([a, b], axis=-1) * cos + jnp.concatenate([-b, a], axis=-1) * sin).astype(x.dtype)
+
+
+def _param(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], std: float | None) -> nnx.Param:
+    """A float32 parameter: normal with `std`, zeros for std 0, ones for None (norm scales)."""
+    if std is None:
+        value = jnp.ones(shape, jnp.float32)
+    elif std == 0:
+        value = jnp.zeros(shape, jnp.float32)
+    else:
+        value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, axes=axes)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, axis: str, size: int, eps: float, rngs: nnx.Rngs):
+        self.scale = _param(rngs, (axis,), (size,), None)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        scale = self.scale[...]
+        return (y * scale.reshape((1,) * (y.ndim - 1) + scale.shape)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs):
+        std, out_std = c.width**-0.5, (c.heads * c.head_width * 2 * c.layers) ** -0.5
+        self.q = _param(rngs, ("embed", "heads", "head_width"), (c.width, c.heads, c.head_width), std)
+        self.k = _param(rngs, ("embed", "kv_heads", "head_width"), (c.width, c.kv_heads, c.head_width), std)
+        self.v = _param(rngs, ("embed", "kv_heads", "head_width"), (c.width, c.kv_heads, c.head_width), std)
+        self.o = _param(rngs, ("heads", "head_width", "embed"), (c.heads, c.head_width, c.width), out_std)
+        if c.qkv_bias:
+            self.q_bias = _param(rngs, ("heads", "head_width"), (c.heads, c.head_width), 0)
+            self.k_bias = _param(rngs, ("kv_heads", "head_width"), (c.kv_heads, c.head_width), 0)
+            self.v_bias = _param(rngs, ("kv_heads", "head_width"), (c.kv_heads, c.head_width), 0)
+        if c.qk_norm:
+            self.q_norm = RMSNorm("head_width", c.head_width, c.norm_eps, rngs)
+            self.k_norm = RMSNorm("head_width", c.head_width, c.norm_eps, rngs)
+        self.config = c
+
+    def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend, cache: Any) -> tuple[Array, Any]:
+        q, k, v = (jnp.einsum("rnd,dhc->rnhc", x, w[...].astype(x.dtype)) for w in (self.q, self.k, self.v))
+        if self.config.qkv_bias:
+            biases = (self.q_bias, self.k_bias, self.v_bias)
+            q, k, v = (y + b[...].astype(x.dtype)[None, None] for y, b in zip((q, k, v), biases, strict=True))
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out, cache = attend(_rotate(q, *angles), _rotate(k, *angles), v, cache)
+        return jnp.einsum("rnhc,hcd->rnd", out, self.o[...].astype(x.dtype)), cache
+
+
+class SwiGLU(nnx.Module):
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs):
+        self.gate = _param(rngs, ("embed", "mlp"), (c.width, c.mlp_width), c.width**-0.5)
+        self.up = _param(rngs, ("embed", "mlp"), (c.width, c.mlp_width), c.width**-0.5)
+        self.down = _param(rngs, ("mlp", "embed"), (c.mlp_width, c.width), (c.mlp_width * 2 * c.layers) ** -0.5)
+
+    def __call__(self, x: Array) -> Array:
+        gate, up, down = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
+        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+class Block(nnx.Module):
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm("embed", c.width, c.norm_eps, rngs)
+        self.attention = Attention(c, rngs)
+        self.mlp_norm = RMSNorm("embed", c.width, c.norm_eps, rngs)
+        self.mlp = SwiGLU(c, rngs)
+
+    def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend, cache: Any) -> tuple[Array, Any]:
+        with jax.named_scope("attention"):
+            y, cache = self.attention(self.attention_norm(x), angles, attend, cache)
+        x = constrain(x + y, "batch")
+        with jax.named_scope("mlp"):
+            return constrain(x + self.mlp(self.mlp_norm(x)), "batch"), cache
+
+
+class Transformer(nnx.Module):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        c = self.config = config
+        self.embed = _param(rngs, ("vocab", "embed"), (c.vocab_size, c.width), c.width**-0.5)
+        self.layers = nnx.vmap(lambda r: Block(c, r), axis_size=c.layers)(rngs.fork(split=c.layers))
+        self.norm = RMSNorm("embed", c.width, c.norm_eps, rngs)
+        if not c.tied_head:
+            self.head = _param(rngs, ("embed", "vocab"), (c.width, c.vocab_size), c.width**-0.5)
+
+    def __call__(self, tokens: Int[Array, "R N"], positions: Int[Array, "R N"], attend: Attend) -> tuple[Array, Any]:
+        """Final hidden states [R,N,D], and the layers' caches stacked on a leading axis."""
+        angles = rope(positions, self.config)
+        graph, layers = nnx.split(self.layers)
+
+        def block(x: Array, layer: Any) -> tuple[Array, Any]:
+            return nnx.merge(graph, layer)(x, angles, attend, None)
+
+        x, caches = jax.lax.scan(jax.checkpoint(block) if self.config.remat else block, self.embedded(tokens), layers)
+        return self.norm(x), caches
+
+    def embedded(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N D"]:
+        return constrain(self.embed[...][tokens].astype(self.config.dtype), "batch")
+
+    def head_matrix(self) -> Float[Array, "D V"]:
+        """The output projection, in the dtype in which its product is taken."""
+        head = self.embed[...].T if self.config.tied_head else self.head[...]
+        return head.astype(jnp.float32 if self.config.fp32_head else self.config.dtype)
+
+
+def split(config: ModelConfig) -> nnx.GraphDef:
+    """The model's structure without its arrays; `nnx.merge(split(config), params)` is the model."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))[0]
+
+
+def init(config: ModelConfig, key: Array) -> dict[str, Any]:
+    """Fresh parameters as a plain nested dict of float32 arrays."""
+    return nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(key)), nnx.Param))
+
+
+def logical_axes(config: ModelConfig) -> dict[str, Any]:
+    """The logical axis names of every parameter, in the tree of `init`; stacked ones begin with `layers`."""
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+
+    def axes(param: nnx.Param) -> tuple[str, ...]:
+        names = param.get_metadata()["axes"]
+        return ("layers",) * (len(param.shape) - len(names)) + names
+
+    named = jax.tree.map(axes, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return nnx.to_pure_dict(named)

@@ -1,0 +1,52 @@
+"""The optimiser: AdamW with warm-up, a schedule and clipping by the global norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    lr: float = 2e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # linear and cosine fall to 0 at the last step
+    warmup: int = 0  # optimiser steps from 0 to lr
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+
+
+def schedule(config: Optimizer, steps: int) -> optax.Schedule:
+    """Learning rate of each of `steps` optimiser steps."""
+    rest = max(1, steps - config.warmup)
+    after = {
+        "constant": optax.constant_schedule(config.lr),
+        "linear": optax.linear_schedule(config.lr, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(config.lr, rest),
+    }[config.schedule]
+    # the first step already moves: warm-up counts 1/warmup, 2/warmup, …
+    warm = optax.linear_schedule(config.lr / max(1, config.warmup), config.lr, max(1, config.warmup - 1))
+    return optax.join_schedules([warm, after], [config.warmup]) if config.warmup else after
+
+
+def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            schedule(config, steps), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
+        ),
+    )
+
+
+def reset_moments(opt_state: optax.OptState) -> optax.OptState:
+    """The same state with Adam's moments and bias correction begun anew; the schedule goes on where it was."""
+    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
+    fresh = lambda x: jax.tree.map(jnp.zeros_like, x) if is_adam(x) else x
+    return jax.tree.map(fresh, opt_state, is_leaf=is_adam)

@@ -1,0 +1,265 @@
+"""A run in one picture: curves.png from metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+# One colour, one meaning: blue is the training batch, orange held-out problems and extremes, green and red are
+# correct and wrong.
+INK, MUTED, RULE = "#1b2430", "#6b7686", "#e6e9ee"
+BLUE, ORANGE, DARK_ORANGE, GREEN, RED = "#2f6bd8", "#e8820c", "#b96200", "#2a9d6a", "#d0475a"
+WIDTH, HEIGHT, DPI = 1200, 700, 100  # pixels
+
+Curve = tuple[np.ndarray, np.ndarray]  # steps [N], values [N] with NaN where undefined
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log by step; of a run still writing, the half line at the end is left out."""
+    rows = []
+    for line in path.read_bytes().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def _curve(rows: list[dict[str, Any]], name: str) -> Curve:
+    """Steps and values of the rows that have the metric; null is NaN."""
+    found = [(row["step"], row[name]) for row in rows if name in row]
+    values = np.array([np.nan if v is None else v for _, v in found], np.float64)
+    return np.array([step for step, _ in found], np.float64), values
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over a centred Gaussian window of about a fortieth of the run; undefined values have no weight.
+
+    It bridges a few undefined values, and stays undefined where four fifths of the window are.
+    """
+    sigma = len(values) / 80
+    if sigma < 0.5:
+        return values
+    reach = int(np.ceil(3 * sigma))
+    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
+    defined = np.isfinite(values)
+    # mode="same" would return the kernel's length where that is the longer one.
+    window = lambda x: np.convolve(x, kernel)[reach : reach + len(x)]
+    weight = window(defined.astype(np.float64))
+    total = window(np.where(defined, values, 0.0))
+    return np.where(defined | (weight > 0.2 * kernel.sum()), total / np.maximum(weight, 1e-12), np.nan)
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------
+
+
+def _panel(ax: Axes, title: str, unit: str) -> None:
+    ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
+    ax.set_ylabel(unit, fontsize=9, color=MUTED)
+    ax.grid(axis="y", color=RULE, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_color("#b8c0cc")
+    ax.tick_params(labelsize=9, labelcolor=MUTED, color="#b8c0cc", length=0, which="both")
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    ax.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    ax.yaxis.set_label_coords(-0.15, 0.5)
+
+
+def _lines(ax: Axes, rows: list[dict[str, Any]], names: dict[str, tuple[str, str]]) -> np.ndarray:
+    """Draw metric → (label, colour): the smoothed curve over its faint values. Returns all finite values drawn."""
+    drawn = []
+    for name, (label, color) in names.items():
+        steps, values = _curve(rows, name)
+        finite = np.isfinite(values)
+        if not finite.any():
+            continue
+        drawn.append(values[finite])
+        few = finite.sum() <= 25  # a single value between undefined ones draws no line
+        smooth = _smooth(values)
+        if smooth is not values:
+            ax.plot(steps, values, color=color, alpha=0.22 if len(values) < 2000 else 0.12, linewidth=0.8)
+        style = {"marker": "o", "markersize": 3.5} if few else {}
+        ax.plot(steps, smooth, color=color, linewidth=1.8, label=label, solid_capstyle="round", **style)
+    return np.concatenate(drawn) if drawn else np.zeros(0)
+
+
+def _legend(ax: Axes) -> None:
+    """Names in their curves' colours, on the title's line."""
+    if ax.get_legend_handles_labels()[0]:
+        place = {"loc": "lower right", "bbox_to_anchor": (1.02, 1.0), "ncols": 3, "borderaxespad": 0.3}
+        ax.legend(**place, frameon=False, fontsize=9, labelcolor="linecolor", handlelength=0.9, handletextpad=0.4,
+                  columnspacing=0.9)  # fmt: skip
+
+
+def _absent(ax: Axes) -> None:
+    ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", va="center", color="#a3acb9", fontsize=10)
+    ax.set_ylabel("")
+    ax.yaxis.set_major_locator(NullLocator())
+
+
+def _percent(ax: Axes) -> None:
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%"))
+
+
+def _from_zero(ax: Axes, values: np.ndarray, least: float) -> None:
+    """An axis from 0 to a little above the largest value, `least` at least."""
+    ax.set_ylim(0, max(float(values.max()) * 1.08, least))
+
+
+def _held_out(ax: Axes, rows: list[dict[str, Any]]) -> np.ndarray:
+    """Markers at the evaluations, the first and the last with their value. Returns the values drawn."""
+    steps, values = _curve(rows, "eval/accuracy")
+    steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
+    size = float(np.clip(120 / max(len(values), 1), 3, 6))
+    ax.plot(steps, values, color=ORANGE, linewidth=1.2, marker="o", markersize=size, markeredgecolor="white",
+            markeredgewidth=0.7, label="held-out" if len(values) else "", zorder=4)  # fmt: skip
+    train_steps, train = _curve(rows, "accuracy")
+    for i in sorted({0, len(values) - 1} if len(values) else set()):
+        here = train[np.argsort(np.abs(train_steps - steps[i]))[:5]]
+        # On the side of the point where the training curve is not, but never down on the axis.
+        below = np.nanmean([values[i], *here]) > values[i] > 0.2 * ax.dataLim.y1
+        ax.annotate(f"{values[i]:.1%}", (steps[i], values[i]), xytext=(0, -16 if below else 8), zorder=5,
+            textcoords="offset points", ha="right" if i else "left", fontsize=10, fontweight="bold",
+            color=DARK_ORANGE, path_effects=[withStroke(linewidth=3, foreground="white")])  # fmt: skip
+    return values
+
+
+def _accuracy(ax: Axes, rows: list[dict[str, Any]]) -> None:
+    _panel(ax, "Accuracy", "correct answers")
+    values = _lines(ax, rows, {"accuracy": ("train", BLUE)})
+    values = np.concatenate([values, _held_out(ax, rows)])
+    if not len(values):
+        return _absent(ax)
+    # Room above the curve for the annotations, but no ticks above 100%.
+    top = max(float(values.max()) * 1.18, 0.02)
+    ax.set_ylim(0, top)
+    ax.set_yticks([t for t in MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(0, top) if t <= min(1.0, top)])
+    _percent(ax)
+
+
+def _simple(ax: Axes, rows: list[dict[str, Any]], title: str, unit: str, names: dict[str, tuple[str, str]]) -> None:
+    _panel(ax, title, unit)
+    values = _lines(ax, rows, names)
+    if not len(values):
+        return _absent(ax)
+    if values.min() >= 0:
+        _from_zero(ax, values, 1e-3)
+
+
+def _gap(ax: Axes, rows: list[dict[str, Any]]) -> None:
+    """On a log axis; where sampler and learner ever agree exactly, 0 gets a place below the smallest decade."""
+    _panel(ax, "Sampler–learner gap", "|Δ probability|")
+    values = _lines(ax, rows, {"gap/mean": ("mean", BLUE), "gap/max": ("max", ORANGE)})
+    if not len(values):
+        return _absent(ax)
+    positive = values[values > 0]
+    if not len(positive):
+        ax.set_ylim(-0.05, 1)
+        ax.set_yticks([0])
+        ax.text(0.5, 0.5, "0 at every step", transform=ax.transAxes, ha="center", color=MUTED, fontsize=10)
+        return None
+    low, high = 10.0 ** np.floor(np.log10(positive.min())), 10.0 ** np.ceil(np.log10(positive.max() * 1.05))
+    if len(positive) < len(values):
+        ax.set_yscale("symlog", linthresh=low, linscale=0.6)
+        ax.set_ylim(-0.1 * low, high)
+    else:
+        ax.set_yscale("log")
+        ax.set_ylim(low, high)
+    decades = np.arange(np.log10(low), np.log10(high) + 0.5)
+    ticks = 10.0 ** decades[:: int(np.ceil(len(decades) / 6))]
+    ax.set_yticks([0.0, *ticks] if len(positive) < len(values) else ticks)
+    ax.yaxis.set_minor_locator(NullLocator())
+
+
+def _norm(ax: Axes, rows: list[dict[str, Any]]) -> None:
+    _simple(ax, rows, "Gradient norm", "L2", {"grad_norm": ("", BLUE)})
+    values = _curve(rows, "grad_norm")[1]
+    values = values[np.isfinite(values)]
+    if len(values) and values.min() > 0 and values.max() > 30 * np.median(values):  # one spike would flatten the rest
+        ax.set_yscale("log")
+        ax.set_ylim(0.8 * values.min(), 1.3 * values.max())
+        ax.yaxis.set_major_locator(LogLocator(numticks=4))
+        ax.yaxis.set_minor_locator(NullLocator())
+    elif len(values):
+        ax.yaxis.set_major_locator(MaxNLocator(2))
+
+
+def _clipped(ax: Axes, rows: list[dict[str, Any]]) -> None:
+    _panel(ax, "Clipped", "of tokens")
+    values = _lines(ax, rows, {"clip/low": ("ratio too low", BLUE), "clip/high": ("too high", ORANGE)})
+    if not len(values):
+        return _absent(ax)
+    _from_zero(ax, values, 0.01)
+    ax.yaxis.set_major_locator(MaxNLocator(2))
+    _percent(ax)
+
+
+def _subtitle(rows: list[dict[str, Any]]) -> str:
+    facts = [f"{rows[-1]['step']:,} step{'s' * (rows[-1]['step'] != 1)}"] if rows else ["no steps yet"]
+    seconds = np.nansum(_curve(rows, "perf/step_s")[1])
+    if seconds:
+        minutes = round(seconds / 60)
+        short = f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min"
+        facts.append(f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else short)
+    held_out = _curve(rows, "eval/accuracy")[1]
+    held_out = held_out[np.isfinite(held_out)]
+    if len(held_out) > 1:
+        facts.append(f"held-out accuracy {held_out[0]:.1%} → {held_out[-1]:.1%}")
+    return "   ·   ".join(facts)
+
+
+def curves(out: Path, title: str = "") -> Path:
+    """Draw out/curves.png (1200×700 pixels) from out/metrics.jsonl and return its path.
+
+    Accuracy, reward, response length, entropy, the sampler–learner gap, gradient norm and clipping over the steps;
+    a metric that is not in the log leaves its panel empty. `title` is the folder's name if not given.
+    Raises FileNotFoundError when there is no log.
+    """
+    out = Path(out)
+    rows = _read(out / "metrics.jsonl")
+    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 3, left=0.06, right=0.98, top=0.835, bottom=0.075, wspace=0.27, hspace=0.36)
+    split = grid[1, 2].subgridspec(2, 1, hspace=0.75)
+    first, second, third, fourth, fifth = (figure.add_subplot(grid[i // 3, i % 3]) for i in range(5))
+    norm, clip = (figure.add_subplot(split[i]) for i in range(2))
+
+    _accuracy(first, rows)
+    _simple(second, rows, "Reward", "mean per response", {"reward/mean": ("", BLUE)})
+    lengths = {"correct": GREEN, "wrong": RED, "mean": BLUE}
+    _simple(third, rows, "Length", "tokens per response", {f"length/{k}": (k, color) for k, color in lengths.items()})
+    _simple(fourth, rows, "Entropy", "nats per token", {"entropy": ("", BLUE)})
+    _gap(fifth, rows)
+    _norm(norm, rows)
+    _clipped(clip, rows)
+
+    steps = [row["step"] for row in rows] or [0]
+    margin = 0.02 * (steps[-1] - steps[0]) or 0.5
+    for ax in figure.axes:
+        ax.set_xlim(steps[0] - margin, steps[-1] + margin)
+        _legend(ax)
+    norm.tick_params(labelbottom=False)
+    for ax in (fourth, fifth, clip):
+        ax.set_xlabel("step", fontsize=9, color=MUTED)
+    figure.text(0.06, 0.94, title or out.resolve().name, fontsize=17, fontweight="bold", color=INK)
+    figure.text(0.06, 0.903, _subtitle(rows), fontsize=10.5, color=MUTED)
+
+    path = out / "curves.png"
+    temporary = out / "curves.png.tmp"  # a viewer must not find half a picture
+    figure.savefig(temporary, format="png", dpi=DPI, metadata={"Software": None})
+    os.replace(temporary, path)
+    return path
