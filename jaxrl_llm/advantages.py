@@ -41,7 +41,7 @@ def grpo(rewards: Real[AnyArray, "P G"], *, eps: float = 1e-6, ddof: int = 1) ->
         return raw(rewards)
     centred, constant = _centred(rewards)
     std = jnp.sqrt(jnp.sum(centred**2, axis=1, keepdims=True) / (group - ddof))
-    return jnp.where(constant, 0.0, centred / jnp.where(constant, 1.0, std + eps))
+    return centred / jnp.where(constant, 1.0, std + eps)
 
 
 def dr_grpo(rewards: Real[AnyArray, "P G"]) -> Float[Array, "P G"]:

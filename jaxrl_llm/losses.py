@@ -34,7 +34,7 @@ def reinforce(
 
     logp, adv, mask: [B,T];  old_logp: not used, on-policy data is assumed.  Williams 1992.
     """
-    return jnp.where(mask, -_masked(stop_gradient(adv), mask) * _masked(logp, mask), 0.0)
+    return -_masked(stop_gradient(adv), mask) * _masked(logp, mask)
 
 
 def ppo_clip(
@@ -66,12 +66,12 @@ def ppo_clip(
         raise ValueError(f"dual_clip={dual_clip!r}: expected None or a number > 1")
     a = _masked(stop_gradient(adv), mask)
     ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
-    clipped = jnp.clip(stop_gradient(ratio), 1 - clip_low, 1 + clip_high)
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     # Selected, not jnp.minimum of jnp.clip: those split the gradient in halves at ties and at the clip's bounds.
     objective = jnp.where(clipped * a < ratio * a, clipped * a, ratio * a)
     if dual_clip is not None:
         objective = jnp.where((a < 0) & (objective < dual_clip * a), dual_clip * a, objective)
-    return jnp.where(mask, -objective, 0.0)
+    return -objective
 
 
 def kl(
@@ -101,13 +101,14 @@ def kl(
         value = u if kind.startswith("k1") else jnp.expm1(-u) + u  # expm1: e^(−u) − 1 loses all digits near u = 0
     if kind.endswith("+"):
         value = stop_gradient(value) + (k2 - stop_gradient(k2))
-    return jnp.where(mask, value, 0.0)
+    return value
 
 
 def _masked(x: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]) -> Float[Array, "B T"]:
     """x in float32 with 0 under the mask.
 
-    Garbage is removed before the arithmetic: a `where` on the result alone still sends 0·inf = nan backwards.
+    Garbage is removed before the arithmetic: a `where` on the result alone still sends 0·inf = nan backwards. A
+    masked token thus has log-ratio 0 and advantage 0, of which every loss makes 0.
     """
     return jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0)
 

@@ -91,7 +91,8 @@ def _lines(ax: Axes, rows: list[dict[str, Any]], names: dict[str, tuple[str, str
         few = finite.sum() <= 25  # a single value between undefined ones draws no line
         smooth = _smooth(values)
         if smooth is not values:
-            ax.plot(steps, values, color=color, alpha=0.22 if len(values) < 2000 else 0.12, linewidth=0.8)
+            faint = 0.22 if len(values) < 2000 else 0.12
+            ax.plot(steps, values, color=color, alpha=faint, linewidth=0.8, zorder=1.9)  # below every smoothed curve
         style = {"marker": "o", "markersize": 3.5} if few else {}
         ax.plot(steps, smooth, color=color, linewidth=1.8, label=label, solid_capstyle="round", **style)
     return np.concatenate(drawn) if drawn else np.zeros(0)

@@ -93,8 +93,14 @@ def test_float_noise_is_not_signal(advantage):
     noisy = np.array([[0.3, next_to, 0.3, next_to]], np.float32)
     assert not np.any(advantage(noisy))
     assert not np.any(advantage(np.array([[0.1 + 0.2, 0.3, 0.3]])))
+    assert not np.any(advantage(np.array([[0.0, 1e-8, 0.0]])))  # what a sum that should cancel leaves behind
     thousand = np.float32(1000)
     assert not np.any(advantage(np.array([[thousand, np.nextafter(thousand, np.float32(2000)), thousand]])))
+
+
+def test_no_division_by_zero_in_a_constant_group_without_eps():
+    with jax.debug_nans(True), jax.debug_infs(True):
+        assert not np.any(grpo(np.ones((2, 3)), eps=0.0))
 
 
 def test_small_differences_are_signal():
@@ -103,10 +109,12 @@ def test_small_differences_are_signal():
 
 
 def test_one_constant_group_leaves_the_others_alone():
-    mixed = np.concatenate([BINARY, np.ones((1, 4), np.float32)])
-    for advantage in BASELINED:
-        np.testing.assert_array_equal(advantage(mixed)[:2], advantage(BINARY))
-        assert not np.any(advantage(mixed)[2])
+    for value in (0.1, 5.0, -5.0):
+        noisy = np.array([[value, np.nextafter(np.float32(value), np.float32(9)), value, value]], np.float32)
+        mixed = np.concatenate([BINARY, noisy])
+        for advantage in BASELINED:
+            np.testing.assert_array_equal(advantage(mixed)[:2], advantage(BINARY))
+            assert not np.any(advantage(mixed)[2])
 
 
 def test_group_of_one():

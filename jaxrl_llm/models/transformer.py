@@ -101,6 +101,12 @@ class RMSNorm(nnx.Module):
         return (y * scale.reshape((1,) * (y.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
+def _matmul(x: Float[Array, "*N A"], w: Float[Array, "A *B"]) -> Float[Array, "*N B"]:
+    """x·w with the tokens on one axis: their gradient sums over it, and over two axes XLA would transpose by hand."""
+    y = x.reshape(-1, x.shape[-1]) @ w.astype(x.dtype).reshape(x.shape[-1], -1)
+    return y.reshape(*x.shape[:-1], *w.shape[1:])
+
+
 class Attention(nnx.Module):
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs):
         std, out_std = c.width**-0.5, (c.heads * c.head_width * 2 * c.layers) ** -0.5
@@ -118,14 +124,15 @@ class Attention(nnx.Module):
         self.config = c
 
     def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend, cache: Any) -> tuple[Array, Any]:
-        q, k, v = (jnp.einsum("rnd,dhc->rnhc", x, w[...].astype(x.dtype)) for w in (self.q, self.k, self.v))
+        q, k, v = (_matmul(x, w[...]) for w in (self.q, self.k, self.v))
         if self.config.qkv_bias:
             biases = (self.q_bias, self.k_bias, self.v_bias)
             q, k, v = (y + b[...].astype(x.dtype)[None, None] for y, b in zip((q, k, v), biases, strict=True))
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         out, cache = attend(_rotate(q, *angles), _rotate(k, *angles), v, cache)
-        return jnp.einsum("rnhc,hcd->rnd", out, self.o[...].astype(x.dtype)), cache
+        o = self.o[...]
+        return _matmul(out.reshape(*out.shape[:-2], -1), o.reshape(-1, o.shape[-1])), cache
 
 
 class SwiGLU(nnx.Module):
@@ -135,8 +142,7 @@ class SwiGLU(nnx.Module):
         self.down = _param(rngs, ("mlp", "embed"), (c.mlp_width, c.width), (c.mlp_width * 2 * c.layers) ** -0.5)
 
     def __call__(self, x: Array) -> Array:
-        gate, up, down = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
-        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+        return _matmul(jax.nn.silu(_matmul(x, self.gate[...])) * _matmul(x, self.up[...]), self.down[...])
 
 
 class Block(nnx.Module):
