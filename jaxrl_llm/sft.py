@@ -129,7 +129,7 @@ def _train(
     recipe, total = config.prime, sum(s.batches for s in config.prime.stages)
     task, tokenizer = (recipe.task or config.task)(), config.tokenizer()
     learning_rate = schedule(recipe.optimizer, total)
-    train_step = make_train_step(config.model, SUPERVISED, tx)
+    train_step = make_train_step(config.model, SUPERVISED, tx, micro_batches=config.micro_batches)
     ones = np.ones((recipe.traces_per_batch, 1), np.float32)
     size = length = done = 0
     with metrics.RunLog(folder, start or None) as log, metrics.Progress(total - start, "priming") as progress:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -47,7 +48,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are kept in float32
     fp32_head: bool = True  # the head's product in float32 even when dtype is bfloat16
-    remat: bool = False  # recompute each block in the backward pass: less memory, a third more work
+    remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass recomputes, see REMAT
 
     @property
     def n_params(self) -> int:
@@ -56,6 +57,15 @@ class ModelConfig:
         attention += 2 * self.head_width if self.qk_norm else 0
         block = attention + 3 * self.width * self.mlp_width + 2 * self.width
         return self.layers * block + self.width + self.vocab_size * self.width * (1 if self.tied_head else 2)
+
+
+# The backward pass of a block: keep everything, keep the projections' outputs (recompute norms, activations and the
+# attention weights: little work, half the memory), keep only the block's input (a third more work, least memory).
+REMAT = {
+    "none": lambda block: block,
+    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "full": jax.checkpoint,
+}
 
 
 def rope(positions: Int[Array, "*N"], config: ModelConfig) -> tuple[Float[Array, "*N 1 C"], Float[Array, "*N 1 C"]]:
@@ -177,7 +187,7 @@ class Transformer(nnx.Module):
         def block(x: Array, layer: Any) -> tuple[Array, Any]:
             return nnx.merge(graph, layer)(x, angles, attend, None)
 
-        x, caches = jax.lax.scan(jax.checkpoint(block) if self.config.remat else block, self.embedded(tokens), layers)
+        x, caches = jax.lax.scan(REMAT[self.config.remat](block), self.embedded(tokens), layers)
         return self.norm(x), caches
 
     def embedded(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N D"]:
