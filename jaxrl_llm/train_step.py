@@ -166,7 +166,7 @@ def make_train_step(
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, loss, sums = gradients(state.params, batch)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         new = replace(state, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)

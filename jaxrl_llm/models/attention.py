@@ -65,7 +65,7 @@ def grouped(prefix_lengths: Int[Array, " R"], prefix_size: int, group_size: int)
         own_q = q[:, size:].reshape(*split, kv_heads, -1, width) * width**-0.5
         own = jnp.einsum("rgtkhc,rgukc->rkghtu", own_q, own_k)
         seen = jnp.einsum("rgtkhc,rskc->rkghts", own_q, k[:, :size])
-        in_prefix = (jnp.arange(size) < prefix_lengths[:, None])[:, None, None, None, None]
+        in_prefix = (jnp.arange(size)[None] < prefix_lengths[:, None])[:, None, None, None, None]
         in_past = jnp.tril(jnp.ones((length, length), bool))[None, None, None, None]
         w_seen, w_own = (w.astype(v.dtype) for w in _softmax2(seen, own, in_prefix, in_past))
         out = jnp.einsum("rkghts,rskc->rgtkhc", w_seen, v[:, :size])
@@ -95,7 +95,7 @@ def decode(prefix_lengths: Int[Array, " R"], column: Int[Array, ""], visible: Bo
         q = q.reshape(rows, group, kv_heads, -1, width) * width**-0.5
         own = jnp.einsum("rgkhc,rgktc->rkght", q, cache.suffix_k)
         seen = jnp.einsum("rgkhc,rksc->rkghs", q, cache.prefix_k)
-        in_prefix = (jnp.arange(seen.shape[-1]) < prefix_lengths[:, None])[:, None, None, None]
+        in_prefix = (jnp.arange(seen.shape[-1])[None] < prefix_lengths[:, None])[:, None, None, None]
         w_seen, w_own = (w.astype(v.dtype) for w in _softmax2(seen, own, in_prefix, visible[:, None, :, None]))
         out = jnp.einsum("rkghs,rksc->rgkhc", w_seen, cache.prefix_v)
         out = out + jnp.einsum("rkght,rgktc->rgkhc", w_own, cache.suffix_v)

@@ -78,7 +78,7 @@ def rope(positions: Int[Array, "*N"], config: ModelConfig) -> tuple[Float[Array,
         smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
         between = (1 - smooth) * frequency / s.factor + smooth * frequency
         frequency = jnp.where(wavelength > low, frequency / s.factor, jnp.where(wavelength < high, frequency, between))
-    angle = positions[..., None].astype(jnp.float32) * frequency
+    angle = jnp.multiply.outer(positions.astype(jnp.float32), frequency)
     angle = jnp.concatenate([angle, angle], axis=-1)[..., None, :]
     return jnp.cos(angle), jnp.sin(angle)
 
@@ -174,7 +174,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c = self.config = config
         self.embed = _param(rngs, ("vocab", "embed"), (c.vocab_size, c.width), c.width**-0.5)
-        self.layers = nnx.vmap(lambda r: Block(c, r), axis_size=c.layers)(rngs.fork(split=c.layers))
+        self.layers = nnx.vmap(lambda r: Block(c, r), axis_size=c.layers)(rngs.split(c.layers))
         self.norm = RMSNorm("embed", c.width, c.norm_eps, rngs)
         if not c.tied_head:
             self.head = _param(rngs, ("embed", "vocab"), (c.width, c.vocab_size), c.width**-0.5)

@@ -144,7 +144,7 @@ def decode_k(
         count = s.step - s.start  # tokens that a live answer of this slot has
         column = s.step % columns
         age = (column - jnp.arange(columns)) % columns
-        visible = jnp.broadcast_to((age <= count[:, None])[:, None], (slots, group, columns))
+        visible = jnp.broadcast_to((age[None] <= count[:, None])[:, None], (slots, group, columns))
         attend = attention.decode(s.prefix_lengths, column, visible)
         positions = jnp.broadcast_to((s.prefix_lengths + count)[:, None], s.token.shape)
         angles = transformer.rope(positions, config)
