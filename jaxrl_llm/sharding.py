@@ -35,12 +35,12 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
     return Mesh(np.array(devices[:need]).reshape(data, fsdp, tensor), ("data", "fsdp", "tensor"))
 
 
-def spec(axes: tuple[str, ...]) -> PartitionSpec:
+def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
     """Logical axes of one array → its PartitionSpec. Raises on an unknown axis and on a mesh axis used twice."""
-    unknown = [a for a in axes if a not in RULES]
+    unknown = [a for a in axes if a is not None and a not in RULES]
     if unknown:
         raise ValueError(f"logical axis {unknown[0]!r} has no rule; known: {', '.join(RULES)}")
-    mesh_axes = [RULES[a] for a in axes]
+    mesh_axes = [None if a is None else RULES[a] for a in axes]
     flat = [m for entry in mesh_axes if entry for m in ((entry,) if isinstance(entry, str) else entry)]
     if len(set(flat)) < len(flat):
         raise ValueError(f"logical axes {axes} use a mesh axis twice: {mesh_axes}")
@@ -69,7 +69,13 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH))
 
 
-def constrain(x: jax.Array, *axes: str) -> jax.Array:
+def rows(n: int, mesh: Mesh | None) -> int:
+    """The least number of rows ≥ n that the mesh splits evenly."""
+    ways = 1 if mesh is None else int(np.prod([mesh.shape[a] for a in BATCH]))
+    return -(-n // ways) * ways
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pin x's leading axes to the mesh in context (`jax.set_mesh`); without one, nothing."""
     if jax.sharding.get_abstract_mesh().empty:
         return x

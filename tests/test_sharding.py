@@ -9,10 +9,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm import advantages, losses, sharding
+from jaxrl_llm import advantages, losses, rollouts, sharding, weights
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.batching import make_batch, with_advantages, with_weights
+from jaxrl_llm.data import tokenizers
 from jaxrl_llm.models import transformer
+from jaxrl_llm.sampler.decode import Engine, push_weights
+from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.train_step import init_state, make_gradients, make_train_step, state_shardings
 from jaxrl_llm.types import EOS, LENGTH, Prompt, Rollouts
 
@@ -167,3 +170,25 @@ def test_a_mesh_axis_used_twice_is_refused():
 def test_too_few_devices():
     with pytest.raises(ValueError, match="4×4×1 needs 16 devices, 8 are visible"):
         sharding.make_mesh(4, 4, 1)
+
+
+def answers_on(mesh_shape):
+    """Answers to six prompts in four slots, sampled with weights that were pushed on a mesh."""
+    prompts = tuple(Prompt(i, "abcdefgh"[: i + 1]) for i in range(6))
+    mesh = sharding.make_mesh(*mesh_shape)
+    with jax.set_mesh(mesh):
+        params = init_state(MODEL, optax.sgd(0.1), 0, mesh).params
+        tokenizer, first = tokenizers.characters("abcdefghijklmn"), weights.push(MODEL, params, mesh)
+        engine = push_weights(Engine(MODEL, tokenizer, Sampling(), first, 12, slots=4, mesh=mesh), params)
+        answers = rollouts.sample_groups(engine, prompts, GROUP, seed=1, draws=np.arange(6), max_prompt_tokens=8)
+    return answers, engine.weights
+
+
+def test_the_sampler_on_a_mesh_gives_the_same_answers():
+    one, _ = answers_on((1, 1, 1))
+    eight, held = answers_on((2, 2, 2))
+    np.testing.assert_array_equal(one.tokens, eight.tokens)
+    np.testing.assert_allclose(one.sampler_logp, eight.sampler_logp, atol=1e-5)
+    assert held.version == 1
+    gate = held.params["layers"][0]["mlp"]["gate"]
+    assert gate.sharding.shard_shape(gate.shape) == (16, 32 // 2)  # over tensor, and whole along fsdp

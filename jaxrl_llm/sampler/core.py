@@ -19,6 +19,7 @@ from jaxrl_llm.logprobs import tempered_logits
 from jaxrl_llm.models import attention, transformer
 from jaxrl_llm.models.attention import LayerCache
 from jaxrl_llm.sampler.sampling import Sampling, sample
+from jaxrl_llm.sharding import constrain
 
 
 @jax.tree_util.register_dataclass
@@ -64,25 +65,23 @@ def prefill(config: transformer.ModelConfig, params: Any, prefix: Int[Array, "N 
 def init_state(config: transformer.ModelConfig, slots: int, group: int, prefix: int, columns: int) -> DecodeState:
     """Empty slots for prompts of up to `prefix` + 1 tokens, with room for `columns` decoding steps."""
     shape = (slots, group)
-    size = lambda *s: jnp.zeros((slots, *s, config.head_width), config.dtype)
-    cache = lambda: LayerCache(
-        size(config.kv_heads, prefix),
-        size(config.kv_heads, prefix),
-        size(group, config.kv_heads, columns),
-        size(group, config.kv_heads, columns),
-    )
+    zeros = lambda *s, dtype=jnp.int32: constrain(jnp.zeros((slots, *s), dtype), "batch")
+    kv, width = config.kv_heads, config.head_width
+    prefix_kv = lambda: constrain(jnp.zeros((slots, kv, prefix, width), config.dtype), "batch", "kv_heads")
+    suffix_kv = lambda: constrain(jnp.zeros((*shape, kv, columns, width), config.dtype), "batch", None, "kv_heads")
+    cache = lambda: LayerCache(prefix_kv(), prefix_kv(), suffix_kv(), suffix_kv())
     return DecodeState(
         caches=tuple(cache() for _ in range(config.layers)),
-        prefix_lengths=jnp.zeros(slots, jnp.int32),
-        start=jnp.zeros(slots, jnp.int32),
-        limit=jnp.zeros(slots, jnp.int32),
-        token=jnp.zeros(shape, jnp.int32),
-        live=jnp.zeros(shape, bool),
-        keys=jnp.broadcast_to(jax.random.key(0), shape),
+        prefix_lengths=zeros(),
+        start=zeros(),
+        limit=zeros(),
+        token=zeros(group),
+        live=zeros(group, dtype=bool),
+        keys=constrain(jnp.broadcast_to(jax.random.key(0), shape), "batch"),
         step=jnp.int32(0),
-        lengths=jnp.zeros(shape, jnp.int32),
-        tokens=jnp.zeros((*shape, columns), jnp.int32),
-        logp=jnp.zeros((*shape, columns), jnp.float32),
+        lengths=zeros(group),
+        tokens=zeros(group, columns),
+        logp=zeros(group, columns, dtype=jnp.float32),
     )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import types, weights
+from jaxrl_llm import sharding, types, weights
 from jaxrl_llm.batching import bucket
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
@@ -78,7 +78,7 @@ def generate(
     empty = [i for i, p in enumerate(prompts) if len(p) == 0]
     if empty:
         raise ValueError(f"prompts[{empty[0]}] has no tokens; expected at least 1")
-    slots = min(engine.slots or len(prompts), len(prompts))
+    slots = sharding.rows(min(engine.slots or len(prompts), len(prompts)), engine.mesh)
     size = bucket(max(len(p) for p in prompts) - 1)
     columns = bucket(engine.max_tokens, MIN_COLUMNS)
     state = _init(engine.model, slots, group, size, min(columns, MIN_COLUMNS))
@@ -118,7 +118,7 @@ def generate(
 
 def _fill(engine: Engine, state: Any, prompts: Any, keys: Any, chosen: Any, free: Any, size: int, slots: int) -> Any:
     """Prefill `prompts` and insert them into the slots `free`; padded to a power of two to keep shapes few."""
-    n = min(slots, 1 << (len(prompts) - 1).bit_length())
+    n = sharding.rows(min(slots, 1 << (len(prompts) - 1).bit_length()), engine.mesh)
     prefix = np.zeros((n, size), np.int32)
     lengths, last, where = np.zeros(n, np.int32), np.zeros(n, np.int32), np.full(n, slots, np.int32)
     rows = np.zeros(n, np.int32)
