@@ -1,8 +1,8 @@
 """DAPO on a laptop: reinforcement learning lifts a base policy that knows the way but does not always take it.
 
 Paper:   DAPO, 2503.14476.
-Claim:   held-out accuracy rises from a third to above 90 % within 100 steps.
-Command: jaxrl train experiments/laptop_dapo.py
+Claim:   held-out accuracy rises from about a third to above 90 % in 100 steps.
+Command: jaxrl train experiments/laptop_dapo.py     (about five minutes on two cores)
 """
 
 from dataclasses import replace
@@ -15,17 +15,15 @@ from jaxrl_llm.models import presets
 from jaxrl_llm.optim import Optimizer
 from jaxrl_llm.rewards.length import soft_overlong
 
+MIXTURE = {"clean": 0.12, "wrong_step": 0.5, "no_reasoning": 0.33, "recheck": 0.05}
+
 CONFIG = Config(
-    task=partial(tasks.chain, terms=(4, 10)),
+    task=partial(tasks.chain, modulus=5, terms=(5, 14)),
     model=presets.NANO,
-    prime=Prime(
-        stages=(
-            Stage(batches=400, mixture={"clean": 1.0}),
-            Stage(batches=200, mixture={"clean": 0.25, "wrong_step": 0.4, "no_reasoning": 0.3, "recheck": 0.05}),
-        ),
-    ),
+    prime=Prime(stages=(Stage(batches=400, mixture={"clean": 1.0}), Stage(batches=200, mixture=MIXTURE))),
     algorithm=replace(ALGORITHMS["dapo"], length_reward=partial(soft_overlong, cache_len=16), updates_per_batch=1),
-    optimizer=Optimizer(lr=1e-4, warmup=5),
+    optimizer=Optimizer(lr=2e-5, warmup=5),
     rollout=Rollout(prompts=32, group_size=8, max_prompt_tokens=48, max_response_tokens=96),
+    micro_batches=4,
     steps=100,
 )
