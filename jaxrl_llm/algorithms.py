@@ -23,8 +23,10 @@ FILTER_ARRAYS = ("correct",)
 
 
 def call(fn: Callable, available: dict[str, Any]) -> Any:
-    """fn with those of `available` that its signature names."""
-    return fn(**{name: available[name] for name in inspect.signature(fn).parameters if name in available})
+    """fn with those of `available` that its signature names and no partial has bound already."""
+    bound = fn.keywords if isinstance(fn, partial) else {}
+    names = [n for n in inspect.signature(fn).parameters if n in available and n not in bound]
+    return fn(**{name: available[name] for name in names})
 
 
 def _check(field: str, fn: Callable | None, known: tuple[str, ...]) -> None:
@@ -32,7 +34,11 @@ def _check(field: str, fn: Callable | None, known: tuple[str, ...]) -> None:
         return
     if not callable(fn):
         raise ValueError(f"algorithm.{field} is {fn!r}; expected a function")
-    free = [n for n, p in inspect.signature(fn).parameters.items() if p.default is p.empty and n not in known]
+    try:
+        parameters = inspect.signature(fn).parameters
+    except ValueError as error:  # a partial with a keyword that the function does not have
+        raise ValueError(f"algorithm.{field}: {error}") from error
+    free = [n for n, p in parameters.items() if p.default is p.empty and n not in known]
     if free:
         raise ValueError(f"algorithm.{field} asks for {free[0]!r}; the trainer has {', '.join(known)}")
 
@@ -64,6 +70,8 @@ class Algorithm:
         _check("correction", self.correction, CORRECTION_ARRAYS)
         _check("length_reward", self.length_reward, LENGTH_ARRAYS)
         _check("group_filter", self.group_filter, FILTER_ARRAYS)
+        if self.kl is not None and self.kl not in losses.KL_KINDS:
+            raise ValueError(f"algorithm.kl is {self.kl!r}; expected one of {', '.join(losses.KL_KINDS)}")
         if self.kl_coef and self.kl is None:
             raise ValueError(f"algorithm.kl_coef is {self.kl_coef} but algorithm.kl is None; expected an estimator")
 

@@ -27,7 +27,7 @@ class Restored:
 
 @jax.jit
 def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Σ bits[i]·(2i+1) mod 2³² of each leaf, where it lies and however it is cut. An odd factor loses no flipped bit."""
+    """Σ bits[i]·(2i+1) mod 2³² of each leaf, where it lies, however it is cut. An odd factor loses no flipped bit."""
 
     def one(x: jax.Array) -> jax.Array:
         width = min(x.dtype.itemsize, 4)
@@ -58,11 +58,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 2, *, read_only: bool = False):
         self.folder, self._read_only = Path(folder).resolve(), read_only
+        # Orbax itself keeps and cleans nothing when it only reads
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep,
-            cleanup_tmp_directories=not read_only,
-            create=not read_only,
-            read_only=read_only,
+            max_to_keep=keep, cleanup_tmp_directories=True, create=not read_only, read_only=read_only
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
@@ -81,7 +79,7 @@ class Checkpoints:
         self._manager.save(step, args=args)
 
     def restore(self, like: Any, warn: Callable[[str], None]) -> Restored | None:
-        """The newest checkpoint that can be read, placed and shaped `like` (arrays or ShapeDtypeStructs with shardings).
+        """The newest checkpoint that can be read, placed and shaped `like` (arrays or ShapeDtypeStructs).
 
         One that is damaged is told of through `warn`, put aside as `<step>.unreadable` so that its step can be written
         again, and the one before it is tried; None when none is left.
@@ -101,8 +99,8 @@ class Checkpoints:
                     raise ValueError(f"the checksum of {wrong[0]} is not what was saved")
                 return Restored(found["state"], found["host"], step)
             except Exception as error:  # whatever a damaged file makes Orbax or TensorStore raise
-                first_line = (str(error).strip().splitlines() or [""])[0]
-                warn(f"checkpoint {step} cannot be read ({type(error).__name__}: {first_line[:120]}); trying the one before")
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+                warn(f"checkpoint {step} cannot be read ({why}); trying the one before")
                 if not self._read_only:
                     self._put_aside(step)
         return None

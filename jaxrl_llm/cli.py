@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ def train(experiment: File, set_: Set = (), resume: bool = False, out: Path | No
         return
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     held_out = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
-    problems = config.evaluation.problems
+    problems = min(config.evaluation.problems, len(config.task().test))
     print(f"held-out accuracy on {problems} problems: {held_out[0]:.1%} before, {held_out[-1]:.1%} after")
     print(f"curves: {out / 'curves.png'}   metrics: {out / 'metrics.jsonl'}   samples: {out / 'samples.jsonl'}")
 
@@ -78,7 +79,7 @@ def evaluate(run: File, problems: int = 512, samples: int = 1) -> None:
     learner = replace(learner, config=configs.validate(replace(learner.config, evaluation=asked)))
     with jax.set_mesh(learner.mesh):
         row = trainer.evaluate(learner, engine)
-    print(f"{run} at step {step}, {problems} problems × {samples} samples")
+    print(f"{run} at step {step}, {min(problems, len(learner.task.test))} problems × {samples} samples")
     for name, value in row.items():
         print(f"  {name.removeprefix('eval/'):<12} {value:.4f}")
 
@@ -132,10 +133,12 @@ def main() -> None:
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="jaxrl", description=__doc__)
     except (ValueError, RuntimeError, OSError) as error:
-        if "JAXRL_TRACEBACK" in __import__("os").environ:
+        if "JAXRL_TRACEBACK" in os.environ:
             raise
         print(f"jaxrl: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # the second Ctrl-C; the first one is waited for
+        sys.exit(130)
 
 
 if __name__ == "__main__":

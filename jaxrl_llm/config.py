@@ -10,17 +10,21 @@ import ast
 import dataclasses
 import difflib
 import importlib
-import importlib.util
 import inspect
+import json
+import re
 import sys
+import traceback
 import types as pytypes
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm import advantages
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.models.transformer import ModelConfig
@@ -133,13 +137,14 @@ def _set(node: Any, path: list[str], value: Any, full: str) -> Any:
             return replace(node, **{name: _set(getattr(node, name), rest, value, full)})
         return replace(node, **{name: _coerce(hints[name], value, full)})
     if callable(node):
-        fn, keywords = (node.func, node.keywords) if isinstance(node, partial) else (node, {})
-        known = [n for n, p in inspect.signature(fn).parameters.items() if p.default is not p.empty]
+        fn, keywords = _unbound(node)
+        parameters = inspect.signature(fn).parameters
+        known = [n for n, p in parameters.items() if p.default is not p.empty or n in keywords]
         if name not in known:
             raise ValueError(f"{full}: {fn.__name__} takes no {name!r}; {_nearest(name, known)}")
-        if rest:
-            raise ValueError(f"{full}: {name} of {fn.__name__} has no fields")
-        return partial(fn, **{**keywords, name: value})
+        now = keywords.get(name, parameters[name].default)
+        hint = _hints(fn).get(name, Callable if callable(now) else Any)
+        return partial(fn, **{**keywords, name: _set(now, rest, value, full) if rest else _coerce(hint, value, full)})
     if isinstance(node, tuple) and name.isdigit() and int(name) < len(node):
         i = int(name)
         return (*node[:i], _set(node[i], rest, value, full) if rest else value, *node[i + 1 :])
@@ -148,11 +153,31 @@ def _set(node: Any, path: list[str], value: Any, full: str) -> Any:
     raise ValueError(f"{full}: {node!r} has no field {name!r}")
 
 
+def _unbound(fn: Callable) -> tuple[Callable, dict[str, Any]]:
+    """A function and the keywords that partials have bound; arguments bound by position get their names."""
+    if not isinstance(fn, partial):
+        return fn, {}
+    return fn.func, {**inspect.signature(fn.func).bind_partial(*fn.args).arguments, **fn.keywords}
+
+
+def _hints(fn: Callable) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(fn)
+    except Exception:  # an annotation that cannot be evaluated checks nothing
+        return {}
+
+
+def _is_function(hint: Any) -> bool:
+    return hint is Callable or hint is typing.Callable or typing.get_origin(hint) is Callable
+
+
 def _coerce(hint: Any, value: Any, where: str) -> Any:
     """`value` as `hint` wants it, or ValueError. Ints pass for floats, lists for tuples, module:name for functions."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (hint is type(None) and value is None):
         return value
+    if isinstance(value, str) and ":" in value and any(map(_is_function, (hint, *args))):
+        return _function(value, None)
     if origin in (typing.Union, pytypes.UnionType):
         for option in sorted(args, key=lambda a: a is not type(value)):
             try:
@@ -162,79 +187,100 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     elif origin is typing.Literal:
         if value in args:
             return value
-    elif origin is tuple:
+    elif origin in (tuple, list, Sequence):
         if isinstance(value, list | tuple):
-            return tuple(_coerce(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    elif hint is Callable or origin is Callable or hint is typing.Callable:
+            return tuple(_coerce(args[0], v, f"{where}.{i}") for i, v in enumerate(value))
+    elif _is_function(hint):
         if callable(value):
             return value
-        if isinstance(value, str) and ":" in value:
-            return _function(value, None)
-    elif origin is not None and isinstance(value, Mapping):  # Mapping[str, float]
-        return dict(value)
+    elif origin in (dict, Mapping):
+        if isinstance(value, Mapping):
+            return {k: _coerce(args[1], v, f"{where}.{k}") for k, v in value.items()}
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     elif isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    expected = getattr(hint, "__name__", None) if origin is None else str(hint).replace("typing.", "")
+    expected = (
+        getattr(hint, "__name__", None) if origin is None else re.sub(r"(typing|collections\.abc)\.", "", str(hint))
+    )
     raise ValueError(f"{where}: {value!r} is not valid; expected {expected}")
 
 
 # --- validation ---------------------------------------------------------------------------------------------------
+
+AT_LEAST = {
+    1: "steps micro_batches rollout.prompts rollout.group_size rollout.max_prompt_tokens rollout.max_response_tokens "
+    "rollout.tokens_per_call rollout.max_rounds mesh.data mesh.fsdp mesh.tensor evaluation.problems evaluation.samples "
+    "checkpoint.every checkpoint.keep algorithm.updates_per_batch model.vocab_size model.layers model.width "
+    "model.heads model.kv_heads model.head_width model.mlp_width",
+    0: "rollout.slots rollout.top_k evaluation.every logged_samples seed",
+}
 
 
 def validate(config: Config) -> Config:
     """The same config. Raises ValueError that names the field, its value and what was expected."""
     r, a, m = config.rollout, config.algorithm, config.mesh
     _types(config, "")
-    at_least = {
-        1: {
-            "steps": config.steps,
-            "micro_batches": config.micro_batches,
-            "rollout.prompts": r.prompts,
-            "rollout.group_size": r.group_size,
-            "rollout.max_prompt_tokens": r.max_prompt_tokens,
-            "rollout.max_response_tokens": r.max_response_tokens,
-            "rollout.tokens_per_call": r.tokens_per_call,
-            "rollout.max_rounds": r.max_rounds,
-            "mesh.data": m.data,
-            "mesh.fsdp": m.fsdp,
-            "mesh.tensor": m.tensor,
-            "evaluation.problems": config.evaluation.problems,
-            "evaluation.samples": config.evaluation.samples,
-            "checkpoint.every": config.checkpoint.every,
-            "checkpoint.keep": config.checkpoint.keep,
-            "algorithm.updates_per_batch": a.updates_per_batch,
-        },
-        0: {"rollout.slots": r.slots, "rollout.top_k": r.top_k, "evaluation.every": config.evaluation.every},
-    }
-    for least, fields in at_least.items():
-        for name, value in fields.items():
+    for least, names in AT_LEAST.items():
+        for name in names.split():
+            value = attrgetter(name)(config)
             _expect(value >= least, name, value, f"at least {least}")
+    _expect(config.seed < 2**31, "seed", config.seed, "less than 2^31")
     _expect(r.temperature > 0, "rollout.temperature", r.temperature, "a positive number (the learner divides by it)")
     _expect(0 < r.top_p <= 1, "rollout.top_p", r.top_p, "a number in (0, 1]")
-    filtered = r.top_k > 0 or r.top_p < 1
-    _expect(
-        not filtered or r.allow_filtered,
-        "rollout.top_p" if r.top_p < 1 else "rollout.top_k",
-        r.top_p if r.top_p < 1 else r.top_k,
-        "no filter, or rollout.allow_filtered=True: the sampler-learner gap would measure the filter",
-    )
-    _expect(0 <= config.seed < 2**31, "seed", config.seed, "an integer in [0, 2^31)")
+    chosen = "top_p" if r.top_p < 1 else "top_k"
+    expected = "no filter, or rollout.allow_filtered=True: the sampler-learner gap would measure the filter"
+    _expect(r.allow_filtered or (r.top_k, r.top_p) == (0, 1), f"rollout.{chosen}", getattr(r, chosen), expected)
     ways, parts = m.data * m.fsdp, a.updates_per_batch * config.micro_batches
-    _expect(
-        r.prompts % (ways * parts) == 0,
-        "rollout.prompts",
-        r.prompts,
-        f"a multiple of mesh.data × mesh.fsdp × algorithm.updates_per_batch × micro_batches = "
-        f"{m.data} × {m.fsdp} × {a.updates_per_batch} × {config.micro_batches}",
-    )
+    expected = "a multiple of mesh.data × mesh.fsdp × algorithm.updates_per_batch × micro_batches = "
+    expected += f"{m.data} × {m.fsdp} × {a.updates_per_batch} × {config.micro_batches}"
+    _expect(r.prompts % (ways * parts) == 0, "rollout.prompts", r.prompts, expected)
     _expect(r.slots % ways == 0, "rollout.slots", r.slots, f"a multiple of mesh.data × mesh.fsdp = {ways}")
-    name = getattr(a.advantage, "__name__", "")
-    _expect(name != "rloo" or r.group_size > 1, "rollout.group_size", r.group_size, "at least 2 for rloo")
-    if a.group_filter is not None:
-        _expect(r.group_size > 1, "rollout.group_size", r.group_size, "at least 2 with algorithm.group_filter")
+    needs_two = "rloo" if _unbound(a.advantage)[0] is advantages.rloo else "algorithm.group_filter"
+    if a.group_filter is not None or needs_two == "rloo":
+        _expect(r.group_size > 1, "rollout.group_size", r.group_size, f"at least 2 for {needs_two}")
+    heads, kv_heads, head_width = config.model.heads, config.model.kv_heads, config.model.head_width
+    _expect(heads % kv_heads == 0, "model.heads", heads, f"a multiple of model.kv_heads = {kv_heads}")
+    _expect(head_width % 2 == 0, "model.head_width", head_width, "an even number")
+    _validate_optimizer(config.optimizer, "optimizer")
+    if config.prime is not None:
+        _validate_prime(config.prime, ways * config.micro_batches)
+    for name, make in (("task", config.task), ("tokenizer", config.tokenizer)):
+        _validate_call(make, name)
     return config
+
+
+def _validate_optimizer(o: Optimizer, path: str) -> None:
+    for name in ("lr", "warmup", "weight_decay"):
+        _expect(getattr(o, name) >= 0, f"{path}.{name}", getattr(o, name), "at least 0")
+    for name in ("eps", "clip_norm"):
+        _expect(getattr(o, name) > 0, f"{path}.{name}", getattr(o, name), "a positive number")
+    for name in ("b1", "b2"):
+        _expect(0 <= getattr(o, name) < 1, f"{path}.{name}", getattr(o, name), "a number in [0, 1)")
+
+
+def _validate_prime(prime: Prime, ways: int) -> None:
+    _expect(len(prime.stages) > 0, "prime.stages", prime.stages, "at least one Stage(…)")
+    for i, stage in enumerate(prime.stages):
+        _expect(stage.batches >= 1, f"prime.stages.{i}.batches", stage.batches, "at least 1")
+        weights = list(stage.mixture.values())
+        sound = min(weights, default=-1) >= 0 and sum(weights) > 0
+        _expect(sound, f"prime.stages.{i}.mixture", stage.mixture, "behaviours with weights, none below 0, not all 0")
+    n = prime.traces_per_batch
+    divides = f"a positive multiple of mesh.data × mesh.fsdp × micro_batches = {ways}"
+    _expect(n > 0 and n % ways == 0, "prime.traces_per_batch", n, divides)
+    _validate_optimizer(prime.optimizer, "prime.optimizer")
+    if prime.task is not None:
+        _validate_call(prime.task, "prime.task")
+
+
+def _validate_call(make: Callable, name: str) -> None:
+    """`make()` would get all the arguments that it needs, and none that it does not know."""
+    fn, keywords = _unbound(make)
+    try:
+        inspect.signature(fn).bind(**keywords)
+    except TypeError as error:
+        raise ValueError(f"{name}: {fn.__name__}: {error}") from error
 
 
 def _expect(ok: bool, name: str, value: Any, expected: str) -> None:
@@ -247,27 +293,45 @@ def _types(node: Any, path: str) -> None:
     for f in dataclasses.fields(node):
         value, where = getattr(node, f.name), f"{path}{f.name}"
         _coerce(hints[f.name], value, where)
-        if dataclasses.is_dataclass(value):
-            _types(value, f"{where}.")
+        for i, inner in enumerate(value if isinstance(value, tuple) else (value,)):
+            if dataclasses.is_dataclass(inner):
+                _types(inner, f"{where}.{i}." if isinstance(value, tuple) else f"{where}.")
 
 
 # --- JSON ---------------------------------------------------------------------------------------------------------
 
 
-def to_json(node: Any) -> Any:
-    """Config → what `json.dumps` takes. A function becomes module:name (path.py:name in an experiment file)."""
-    if dataclasses.is_dataclass(node):
-        return {f.name: to_json(getattr(node, f.name)) for f in dataclasses.fields(node)}
-    if isinstance(node, partial):
-        return {"function": to_json(node.func), "with": {k: to_json(v) for k, v in node.keywords.items()}}
-    if callable(node):
-        file = getattr(sys.modules.get(node.__module__), "__experiment__", None)
-        return f"{file or node.__module__}:{node.__qualname__}"
+def to_json(node: Any, path: str = "config", keyword: bool = False) -> Any:
+    """Config → what `json.dumps` takes. A function becomes module:name (path.py:name in an experiment file).
+
+    `keyword`: inside of a partial, where functions and dataclasses say what they are, as no field's type tells.
+    Raises ValueError for what could not be read back: a lambda, an inner function, an array.
+    """
+    inner = lambda value, name: to_json(value, f"{path}.{name}", keyword)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        fields = {f.name: inner(getattr(node, f.name), f.name) for f in dataclasses.fields(node)}
+        return {"instance": _reference(type(node), path), "with": fields} if keyword else fields
     if isinstance(node, tuple | list):
-        return [to_json(v) for v in node]
-    if isinstance(node, Mapping):
-        return {k: to_json(v) for k, v in node.items()}
-    return node
+        return [inner(v, i) for i, v in enumerate(node)]
+    if isinstance(node, Mapping) and all(isinstance(k, str) for k in node):
+        return {k: inner(v, k) for k, v in node.items()}
+    if callable(node):
+        fn, bound = _unbound(node)
+        reference, bound = _reference(fn, path), {k: to_json(v, f"{path}.{k}", True) for k, v in bound.items()}
+        return {"function": reference, "with": bound} if bound or keyword else reference
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    raise ValueError(f"{path} is {node!r}; expected numbers, text, tuples, mappings by name, functions or dataclasses")
+
+
+def _reference(fn: Callable, path: str) -> str:
+    """module:name. A module that lies beside an experiment is named by its file: only from there it can be imported."""
+    module, name = sys.modules.get(getattr(fn, "__module__", None)), getattr(fn, "__qualname__", "")
+    if getattr(module, name, None) is not fn:
+        raise ValueError(f"{path} is {fn!r}; expected a function with a name of its own in a module")
+    file = Path(getattr(module, "__file__", None) or "")
+    beside = {Path(m).parent for m in sys.modules if m.endswith(".py")}
+    return f"{file if file.parent in beside else module.__name__}:{name}"
 
 
 def from_json(data: Any, folder: Path | None = None) -> Config:
@@ -282,29 +346,35 @@ def _decode(hint: Any, data: Any, folder: Path | None) -> Any:
         return None if data is None else _decode(options[0], data, folder)
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
+        if not isinstance(data, dict):
+            raise ValueError(f"config: {data!r}; expected the fields of a {hint.__name__}")
         unknown = [k for k in data if k not in hints]
         if unknown:
             raise ValueError(f"config: no field {unknown[0]!r} in {hint.__name__}; {_nearest(unknown[0], list(hints))}")
-        return hint(**{k: _decode(hints[k], v, folder) for k, v in data.items()})
-    if hint is Callable or origin is Callable or hint is typing.Callable:
-        if isinstance(data, dict):
-            keywords = {k: _plain(v, folder) for k, v in data["with"].items()}
-            return partial(_function(data["function"], folder), **keywords)
-        return _function(data, folder)
+        try:
+            return hint(**{k: _decode(hints[k], v, folder) for k, v in data.items()})
+        except TypeError as error:  # a field without a default is missing
+            raise ValueError(f"config: {error}") from error
+    if _is_function(hint):
+        return _plain(data, folder) if isinstance(data, dict) else _function(data, folder)
     if origin is tuple:
         return tuple(_decode(args[0], v, folder) for v in data)
     return data
 
 
 def _plain(value: Any, folder: Path | None) -> Any:
-    """A partial's keyword: lists are tuples, module:name strings of functions are functions."""
+    """One of a partial's keywords, as `to_json` wrote it; lists are tuples."""
     if isinstance(value, list):
         return tuple(_plain(v, folder) for v in value)
-    if isinstance(value, dict) and set(value) == {"function", "with"}:
-        return _decode(Callable, value, folder)
-    if isinstance(value, str) and (value.startswith("jaxrl_llm.") or ".py:" in value) and ":" in value:
-        return _function(value, folder)
-    return value
+    if not isinstance(value, dict):
+        return value
+    if not {"function", "instance"} & set(value):
+        return {k: _plain(v, folder) for k, v in value.items()}
+    fn = _function(value["function"] if "function" in value else value["instance"], folder)
+    keywords = {k: _plain(v, folder) for k, v in value["with"].items()}
+    if "instance" in value:
+        return fn(**keywords)
+    return partial(fn, **keywords) if keywords else fn
 
 
 def _function(reference: str, folder: Path | None) -> Callable:
@@ -315,38 +385,53 @@ def _function(reference: str, folder: Path | None) -> Callable:
     else:
         try:
             module = importlib.import_module(module_name)
-        except ImportError as error:
+        except Exception as error:
             raise ValueError(f"{reference}: {error}; expected module:function") from error
     if not hasattr(module, name):
-        raise ValueError(f"{reference}: {module_name} has no {name!r}; {_nearest(name, dir(module))}")
+        own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+        raise ValueError(f"{reference}: {module_name} has no {name!r}; {_nearest(name, own)}")
     return getattr(module, name)
 
 
 def load_module(path: Path) -> pytypes.ModuleType:
-    """Run a Python file as a module; files beside it can be imported by name. Raises ValueError when it isn't there."""
+    """Run a Python file as a module, once; files beside it can be imported by name.
+
+    Raises ValueError when it isn't there, and with the line at which it fails.
+    """
     path = Path(path).resolve()
     if not path.is_file():
         raise ValueError(f"experiment {path}: no such file")
     for module in list(sys.modules.values()):
-        if getattr(module, "__experiment__", None) == str(path):
+        if getattr(module, "__dict__", {}).get("__file__") == str(path):
             return module
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    name = f"jaxrl_experiment_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    module.__experiment__ = str(path)
+    name = str(path)  # two experiments may have one stem
+    module = pytypes.ModuleType(name)
+    module.__file__ = name
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        exec(compile(path.read_bytes(), name, "exec"), vars(module))
+    except Exception as error:
+        del sys.modules[name]
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == name]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else 0
+        raise ValueError(f"experiment {path}:{line}: {type(error).__name__}: {error}") from error
     return module
 
 
 def load(path: Path | str, assignments: tuple[str, ...] = ()) -> Config:
-    """CONFIG of an experiment file with overrides, validated."""
-    module = load_module(Path(path))
-    if not isinstance(getattr(module, "CONFIG", None), Config):
-        raise ValueError(f"experiment {path}: CONFIG is missing; expected CONFIG = Config(…)")
-    config = module.CONFIG
+    """CONFIG of an experiment file, or the config.json of a run, with overrides, validated."""
+    path = Path(path)
+    if path.suffix == ".json":
+        try:
+            config = from_json(json.loads(path.read_text()), path.parent)
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"config {path}: {error}; expected the config.json of a run") from error
+    else:
+        config = getattr(load_module(path), "CONFIG", None)
+        if not isinstance(config, Config):
+            raise ValueError(f"experiment {path}: CONFIG is {config!r}; expected CONFIG = Config(…)")
     for assignment in assignments:
         config = override(config, assignment)
     return validate(config)

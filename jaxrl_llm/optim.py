@@ -13,7 +13,7 @@ import optax
 @dataclass(frozen=True)
 class Optimizer:
     lr: float = 2e-4
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # linear and cosine fall to 0 at the last step
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # linear and cosine are 0 once the steps are over
     warmup: int = 0  # optimiser steps from 0 to lr
     b1: float = 0.9
     b2: float = 0.95

@@ -31,15 +31,21 @@ class Stream:
         size = len(self.problems)
         epoch, i = divmod(draw, size)
         half = max(1, math.ceil((size - 1).bit_length() / 2))
-        keys = np.random.default_rng([self.seed, epoch]).integers(1, 2**31, 4)
+        keys = np.random.default_rng([self.seed, epoch]).integers(1, 2**31, 6).tolist()
         while True:  # walk the cycle until it is back inside; the domain is below 4 · size
             left, right = i >> half, i & ((1 << half) - 1)
             for key in keys:
-                mixed = ((right * 0x9E3779B1 + int(key)) & 0xFFFFFFFF) * 0x85EBCA6B & 0xFFFFFFFF
-                left, right = right, left ^ ((mixed >> 15) & ((1 << half) - 1))
+                left, right = right, left ^ (_mixed_bits(right ^ key) & ((1 << half) - 1))
             i = (left << half) | right
             if i < size:
                 return i
+
+
+def _mixed_bits(x: int) -> int:
+    """32 bits, each depending on all of x. One product alone is linear, and would leave neighbours correlated."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
 
 
 def mixed(correct: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, " P"]:
@@ -75,9 +81,10 @@ def score(task: Task, rollouts: Rollouts) -> list[Reward]:
         prompt = rollouts.prompts[i // rollouts.group_size]
         try:
             reward = task.reward(prompt, text, str(finish))
+            sound = isinstance(reward, Reward) and math.isfinite(reward.value)
         except Exception as error:
             raise ValueError(f"reward of prompt {prompt.id} raised {type(error).__name__}: {error}") from error
-        if not isinstance(reward, Reward) or not math.isfinite(reward.value):
+        if not sound:
             raise ValueError(f"reward of prompt {prompt.id} is {reward!r}; expected a Reward with a finite value")
         rewards.append(reward)
     return rewards

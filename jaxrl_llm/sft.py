@@ -70,11 +70,15 @@ def _pad(rows: list[list[int]]) -> np.ndarray:
     return out
 
 
+def made_of(config: Config) -> dict[str, Any]:
+    """The part of the config that makes the base policy, as JSON."""
+    data = configs.to_json(replace(config, task=config.prime.task or config.task))
+    return {name: data[name] for name in ("model", "tokenizer", "prime", "task", "seed")}
+
+
 def cache_key(config: Config) -> str:
     """Hash of everything that makes the base: model, tokenizer, recipe, task, seed and this package's sources."""
-    made_of = configs.to_json(replace(config, task=config.prime.task or config.task))
-    made_of = {name: made_of[name] for name in ("model", "tokenizer", "prime", "task", "seed")}
-    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(made_of(config), sort_keys=True).encode())
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
@@ -88,14 +92,16 @@ def cache_folder() -> Path:
 def prime(config: Config, folder: Path, mesh: Mesh, stopping: Callable[[], bool], say: Callable[[str], None]) -> Any:
     """Parameters of the base policy, from `folder`, else from the cache, else trained into both.
 
-    The folder holds metrics.jsonl and the checkpoint. A stage that was interrupted goes on where it stopped; returns
-    None when `stopping()` interrupts it now.
+    The folder holds metrics.jsonl, the checkpoint and base.json, which says what it is made of. A stage that was
+    interrupted goes on where it stopped; returns None when `stopping()` interrupts it now.
+    Raises ValueError when the folder holds another base policy, or when the task has no traces to learn from.
     """
     total = sum(s.batches for s in config.prime.stages)
     cached = cache_folder() / cache_key(config)
     if not folder.exists() and cached.exists():
         say(f"base policy from {cached}")
         shutil.copytree(cached, folder)
+    _claim(folder, made_of(config))
     tx = make_optimizer(config.prime.optimizer, total)
     state = init_state(config.model, tx, config.seed, mesh)
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
@@ -116,6 +122,18 @@ def prime(config: Config, folder: Path, mesh: Mesh, stopping: Callable[[], bool]
     return state.params
 
 
+def _claim(folder: Path, recipe: dict[str, Any]) -> None:
+    """Write `recipe` to base.json; ValueError when the folder has one that differs."""
+    file = folder / "base.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        whole = file.with_suffix(".tmp")  # a kill must not leave half a file
+        whole.write_text(json.dumps(recipe, indent=1) + "\n")
+        whole.replace(file)
+    elif differs := configs.differences(json.loads(file.read_text()), recipe):
+        raise ValueError(f"{folder} holds another base policy ({'; '.join(differs)}); expected a new folder")
+
+
 def _train(
     config: Config,
     state: TrainState,
@@ -128,6 +146,8 @@ def _train(
 ) -> tuple[TrainState, int]:
     recipe, total = config.prime, sum(s.batches for s in config.prime.stages)
     task, tokenizer = (recipe.task or config.task)(), config.tokenizer()
+    if task.trace is None:
+        raise ValueError("prime.task is without traces; expected a task with Task.trace, or prime=None")
     learning_rate = schedule(recipe.optimizer, total)
     train_step = make_train_step(config.model, SUPERVISED, tx, micro_batches=config.micro_batches)
     ones = np.ones((recipe.traces_per_batch, 1), np.float32)
@@ -141,7 +161,8 @@ def _train(
             state, m = train_step(state, with_weights(with_advantages(arrays, ones), "token", None))
             progress.advance()
             if done % LOG_EVERY == 0 or done == total:
-                row = {k: float(m[k]) for k in ("loss", "entropy", "grad_norm")} | {"lr": float(learning_rate(done - 1))}
+                row = {k: float(m[k]) for k in ("loss", "entropy", "grad_norm")}
+                row["lr"] = float(learning_rate(done - 1))
                 log.log(done, row)
                 progress.line(f"priming {done:>5}/{total}  loss {row['loss']:.4f}  entropy {row['entropy']:.3f}")
             if stopping():

@@ -82,7 +82,7 @@ def make_logprobs(config: transformer.ModelConfig, temperature: float, micro_bat
 def objective(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -> tuple[Array, Metrics]:
     """Σ w·(c·x + β·kl − κ·entropy) over these rows, and sums and maxima for the step's metrics."""
     old = stop_gradient(logp) if batch.old_logp is None else batch.old_logp
-    arrays = dict(old_logp=old, sampler_logp=batch.sampler_logp, adv=batch.adv, mask=batch.mask)
+    arrays = {"old_logp": old, "sampler_logp": batch.sampler_logp, "adv": batch.adv, "mask": batch.mask}
     policy_loss = lambda l: call(algorithm.loss, {**arrays, "logp": l})
     x = policy_loss(logp)
     if algorithm.correction is not None:

@@ -141,7 +141,7 @@ def learn_batch(learner: Learner, params: Any, answers: Rollouts, rewards: np.nd
 
 
 def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
-    """The batch's optimiser steps, one a mini-batch of whole prompts, and their metrics: means, and maxima of maxima."""
+    """The batch's optimiser steps, one a mini-batch of whole prompts; metrics are means, or maxima of maxima."""
     a = learner.config.algorithm
     max_len = a.norm_length or learner.config.rollout.max_response_tokens
     if a.optimizer_reset:
@@ -261,12 +261,12 @@ def prepare_folder(config: Config, out: Path, resume: bool, source: Path | None)
         ]
         if changed:
             raise ValueError(f"--resume: the config differs from the run's in {'; '.join(changed)}")
-    elif (out / "checkpoints").exists():
+    elif any((out / "checkpoints").glob("[0-9]*")):
         raise ValueError(f"--out {out}: holds a run already; expected --resume or another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(data, indent=1) + "\n")
-        if source is not None:
+        if source is not None and source.suffix == ".py" and source.resolve() != (out / source.name).resolve():
             shutil.copyfile(source, out / source.name)
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror}); expected a writable folder") from error
@@ -311,19 +311,22 @@ def _loop(
             row = evaluate(learner, engine)
             log.log(0, row)
             progress.line(f"base policy: held-out accuracy {row['eval/accuracy']:.1%}")
-        while step < config.steps and not stopping():
-            state, engine, seen, row = one_step(learner, state, engine, draw)
-            step, draw = step + 1, seen.draw
-            row["lr"] = float(learner.learning_rate(step * config.algorithm.updates_per_batch - 1))
-            last = step == config.steps
-            if last or (config.evaluation.every and step % config.evaluation.every == 0):
-                row |= evaluate(learner, engine)
-            row["perf/compilations"] = metrics.compilations()
-            log.samples(step, sample_rows(seen, config.logged_samples))
-            log.log(step, row)
-            progress.line(metrics.step_line(step, config.steps, row))
-            progress.advance()
-            if last or stopping() or step % config.checkpoint.every == 0:
+        try:
+            while step < config.steps and not stopping():
+                state, engine, seen, row = one_step(learner, state, engine, draw)
+                step, draw = step + 1, seen.draw
+                row["lr"] = float(learner.learning_rate(step * config.algorithm.updates_per_batch - 1))
+                if step == config.steps or (config.evaluation.every and step % config.evaluation.every == 0):
+                    row |= evaluate(learner, engine)
+                row["perf/compilations"] = metrics.compilations()
+                log.samples(step, sample_rows(seen, config.logged_samples))
+                log.log(step, row)
+                progress.line(metrics.step_line(step, config.steps, row))
+                progress.advance()
+                if step % config.checkpoint.every == 0:
+                    checkpoints.save(step, state, {"draw": draw})
+        finally:  # also when a reward raises or the group filter gives up; an update that failed has used up its state
+            if step and not any(x.is_deleted() for x in jax.tree.leaves(state)):
                 checkpoints.save(step, state, {"draw": draw})
     report.curves(out, title=out.name)
     return step == config.steps
@@ -359,9 +362,9 @@ def load_policy(run: Path) -> tuple[Learner, Engine, int]:
     kept = run / "config.json"
     if not kept.is_file():
         raise ValueError(f"run {run}: config.json is missing; expected the folder of a run")
-    learner = build(configs.from_json(json.loads(kept.read_text()), run))
+    learner = build(configs.load(kept))
     with jax.set_mesh(learner.mesh):
-        checkpoints = Checkpoints(run / "checkpoints", learner.config.checkpoint.keep)
+        checkpoints = Checkpoints(run / "checkpoints", read_only=True)
         like = init_state(learner.config.model, learner.tx, learner.config.seed, learner.mesh)
         found = checkpoints.restore(like, lambda text: print(text, file=sys.stderr))
         if found is None:

@@ -18,7 +18,7 @@ def read_jsonl(path: Path | str) -> tuple[Prompt, ...]:
     if not path.is_file():
         raise ValueError(f"dataset {path}: no such file")
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # splitlines would cut at U+2028 inside a text
         if not line.strip():
             continue
         try:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
-MASKED = -1e30  # finite, so that a row with nothing to see gives zeros rather than NaN
+MASKED = -1e30  # finite, so that a row with nothing to see gives a mean of its values rather than NaN
 
 
 class LayerCache(NamedTuple):
@@ -28,14 +28,30 @@ class LayerCache(NamedTuple):
     suffix_v: Array  # [R,G,K,T,C]
 
 
-def _softmax2(a: Array, b: Array, a_mask: Array, b_mask: Array) -> tuple[Array, Array]:
-    """One softmax over two sets of keys held apart: softmax(concat(a, b)) split again, without the concat."""
-    a = jnp.where(a_mask, a.astype(jnp.float32), MASKED)
-    b = jnp.where(b_mask, b.astype(jnp.float32), MASKED)
-    top = jax.lax.stop_gradient(jnp.maximum(a.max(-1, keepdims=True), b.max(-1, keepdims=True)))
-    a, b = jnp.exp(a - top), jnp.exp(b - top)
-    inv = 1.0 / (a.sum(-1, keepdims=True) + b.sum(-1, keepdims=True))
-    return a * inv, b * inv
+def _over_both(
+    q: Float[Array, "R G T K h C"],
+    prefix: tuple[Float[Array, "R K S C"], Float[Array, "R K S C"]],
+    own: tuple[Float[Array, "R G K U C"], Float[Array, "R G K U C"]],
+    in_prefix: Bool[Array, "R 1 1 1 1 S"],
+    in_own: Bool[Array, "#R #G 1 #T 1 U"],
+) -> Float[Array, "R G T K h C"]:
+    """One softmax over two sets of keys: the group's prefix, and each response's own tokens.
+
+    Products run over (r, k) for the prefix, which all responses of a row share, and over (r, g, k) for the own keys.
+    They are never brought to one layout: the two are merged by their maxima and sums, which are small.
+    """
+    q = q * q.shape[-1] ** -0.5
+    swap = lambda x: x.swapaxes(1, 2)  # (r, k, g, …) and (r, g, k, …)
+    seen = jnp.einsum("rgtkhc,rksc->rkgths", q, prefix[0]).astype(jnp.float32)
+    past = jnp.einsum("rgtkhc,rgkuc->rgkthu", q, own[0]).astype(jnp.float32)
+    seen, past = jnp.where(in_prefix, seen, MASKED), jnp.where(in_own, past, MASKED)
+    top = jnp.maximum(swap(seen.max(-1, keepdims=True, initial=MASKED)), past.max(-1, keepdims=True))
+    top = jax.lax.stop_gradient(top)
+    seen, past = jnp.exp(seen - swap(top)), jnp.exp(past - top)
+    total = swap(seen.sum(-1, keepdims=True)) + past.sum(-1, keepdims=True)
+    out = swap(jnp.einsum("rkgths,rksc->rkgthc", seen.astype(q.dtype), prefix[1]))
+    out = out + jnp.einsum("rgkthu,rgkuc->rgkthc", past.astype(q.dtype), own[1])
+    return jnp.moveaxis((out / total).astype(q.dtype), 2, 3)
 
 
 def causal(
@@ -43,7 +59,7 @@ def causal(
 ) -> Float[Array, "R N H C"]:
     """Plain causal attention. Rows are right-padded, so no real query sees a padded key."""
     rows, n, heads, width = q.shape
-    q = q.reshape(rows, n, k.shape[2], -1, width) * width**-0.5
+    q = q.reshape(rows, n, k.shape[2], heads // k.shape[2], width) * width**-0.5
     logits = jnp.einsum("rnkhc,rmkc->rkhnm", q, k).astype(jnp.float32)
     mask = jnp.tril(jnp.ones((n, n), bool))[None, None, None]
     weights = jax.nn.softmax(jnp.where(mask, logits, MASKED), axis=-1).astype(v.dtype)
@@ -60,17 +76,12 @@ def grouped(prefix_lengths: Int[Array, " R"], prefix_size: int, group_size: int)
         rows, n, heads, width = q.shape
         kv_heads, size = k.shape[2], prefix_size
         length = (n - size) // group_size
-        split = (rows, group_size, length)
-        own_k, own_v = (x[:, size:].reshape(*split, kv_heads, width) for x in (k, v))
-        own_q = q[:, size:].reshape(*split, kv_heads, -1, width) * width**-0.5
-        own = jnp.einsum("rgtkhc,rgukc->rkghtu", own_q, own_k)
-        seen = jnp.einsum("rgtkhc,rskc->rkghts", own_q, k[:, :size])
+        answers = lambda x: x[:, size:].reshape(rows, group_size, length, kv_heads, -1, width)
+        own = tuple(answers(x)[..., 0, :].swapaxes(2, 3) for x in (k, v))
+        prefix = tuple(x[:, :size].swapaxes(1, 2) for x in (k, v))
         in_prefix = (jnp.arange(size)[None] < prefix_lengths[:, None])[:, None, None, None, None]
-        in_past = jnp.tril(jnp.ones((length, length), bool))[None, None, None, None]
-        w_seen, w_own = (w.astype(v.dtype) for w in _softmax2(seen, own, in_prefix, in_past))
-        out = jnp.einsum("rkghts,rskc->rgtkhc", w_seen, v[:, :size])
-        out = out + jnp.einsum("rkghtu,rgukc->rgtkhc", w_own, own_v)
-        out = out.reshape(rows, -1, heads, width)
+        in_past = jnp.tril(jnp.ones((length, length), bool))[None, None, None, :, None]
+        out = _over_both(answers(q), prefix, own, in_prefix, in_past).reshape(rows, -1, heads, width)
         return jnp.concatenate([causal(q[:, :size], k[:, :size], v[:, :size]), out], axis=1), None
 
     return attend
@@ -92,13 +103,10 @@ def decode(prefix_lengths: Int[Array, " R"], column: Int[Array, ""], visible: Bo
         kv_heads = k.shape[2]
         write = lambda c, x: jax.lax.dynamic_update_slice_in_dim(c, x[:, :, :, None].astype(c.dtype), column, axis=3)
         cache = cache._replace(suffix_k=write(cache.suffix_k, k), suffix_v=write(cache.suffix_v, v))
-        q = q.reshape(rows, group, kv_heads, -1, width) * width**-0.5
-        own = jnp.einsum("rgkhc,rgktc->rkght", q, cache.suffix_k)
-        seen = jnp.einsum("rgkhc,rksc->rkghs", q, cache.prefix_k)
-        in_prefix = (jnp.arange(seen.shape[-1])[None] < prefix_lengths[:, None])[:, None, None, None]
-        w_seen, w_own = (w.astype(v.dtype) for w in _softmax2(seen, own, in_prefix, visible[:, None, :, None]))
-        out = jnp.einsum("rkghs,rksc->rgkhc", w_seen, cache.prefix_v)
-        out = out + jnp.einsum("rkght,rgktc->rgkhc", w_own, cache.suffix_v)
+        q = q.reshape(rows, group, 1, kv_heads, heads // kv_heads, width)
+        prefix, own = (cache.prefix_k, cache.prefix_v), (cache.suffix_k, cache.suffix_v)
+        in_prefix = (jnp.arange(prefix[0].shape[2])[None] < prefix_lengths[:, None])[:, None, None, None, None]
+        out = _over_both(q, prefix, own, in_prefix, visible[:, :, None, None, None])
         return out.reshape(rows, group, heads, width), cache
 
     return attend

@@ -111,8 +111,8 @@ class RMSNorm(nnx.Module):
         return (y * scale.reshape((1,) * (y.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
-def _matmul(x: Float[Array, "*N A"], w: Float[Array, "A *B"]) -> Float[Array, "*N B"]:
-    """x·w with the tokens on one axis: their gradient sums over it, and over two axes XLA would transpose by hand."""
+def _matmul(x: Array, w: Array) -> Array:
+    """x [*N,A] · w [A,*B] → [*N,*B], the tokens on one axis: over two, XLA would transpose for the gradient of w."""
     y = x.reshape(-1, x.shape[-1]) @ w.astype(x.dtype).reshape(x.shape[-1], -1)
     return y.reshape(*x.shape[:-1], *w.shape[1:])
 

@@ -159,7 +159,12 @@ def decode_k(
             token, logp = (y.reshape(slots, group) for y in sample(logits, keys, sampling))
         lengths = jnp.where(s.live, counts + 1, s.lengths)
         ended = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32)) | (lengths >= s.limit[:, None])
-        write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], column, axis=2)
+
+        def write(old: Array, new: Array) -> Array:
+            # Live answers alone: columns go round, and a finished answer may not have been fetched yet.
+            new = jnp.where(s.live, new, jax.lax.dynamic_index_in_dim(old, column, axis=2, keepdims=False))
+            return jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], column, axis=2)
+
         return i + 1, replace(
             s,
             caches=tuple(caches),

@@ -95,7 +95,7 @@ def generate(
             state = _fill(engine, state, [prompts[i] for i in chosen], keys, chosen, free, size, slots)
         have = state.tokens.shape[-1]
         if have < columns and step + engine.tokens_per_call > have:
-            state = _grow(state, min(columns, bucket(step + engine.tokens_per_call, MIN_COLUMNS)))
+            state = _grow(state, min(columns, bucket(int(step) + engine.tokens_per_call, MIN_COLUMNS)))
         static = (engine.model, engine.sampling, engine.tokenizer.eos_ids)
         state = _decode(*static, engine.weights.params, state, jnp.int32(engine.tokens_per_call))
         step, live, start, lengths = jax.device_get((state.step, state.live, state.start, state.lengths))
@@ -150,6 +150,8 @@ def _find_stops(engine: Engine, rows: _Rows, owner: np.ndarray) -> dict[tuple[in
     for r in np.flatnonzero(owner >= 0):
         for g in range(rows.lengths.shape[1]):
             tokens = rows.answer(r, g, rows.lengths[r, g])[0]
+            if tokens[-1] in engine.tokenizer.eos_ids:
+                tokens = tokens[:-1]  # its own text, "</s>" perhaps, stops nothing
             holds = lambda n, tokens=tokens: any(s in engine.tokenizer.decode(tokens[:n]) for s in engine.stop)
             if holds(len(tokens)):
                 found[r, g] = next(n for n in range(1, len(tokens) + 1) if holds(n))

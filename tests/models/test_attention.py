@@ -1,0 +1,151 @@
+"""The shared-prompt layouts of attention against plain causal attention on every [prompt + response] by itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models import attention
+from jaxrl_llm.models.attention import LayerCache
+
+R, S, G, T, H, K, C = 3, 6, 2, 4, 4, 2, 5
+PREFIX = np.array([3, 0, 6])  # tokens before the prompt's last; 0: a prompt of one token
+
+
+def plain(q, k, v):
+    """Causal attention of one row in float64: q [N,H,C], k and v [N,K,C]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros(q.shape)
+    for n in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            kv = h // (q.shape[1] // k.shape[1])
+            logits = k[: n + 1, kv] @ q[n, h] / np.sqrt(q.shape[2])
+            weights = np.exp(logits - logits.max())
+            out[n, h] = weights / weights.sum() @ v[: n + 1, kv]
+    return out
+
+
+def random(*shape, seed):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 1.5
+
+
+def heads(n, seed=0):
+    """q, k, v of R rows of n tokens."""
+    return [random(R, n, h, C, seed=seed + i) for i, h in enumerate((H, K, K))]
+
+
+def close(x, y):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=3e-6)
+
+
+@pytest.fixture(scope="module")
+def grouped():
+    run = lambda lengths, q, k, v: attention.grouped(lengths, S, G)(q, k, v, None)[0]
+    return jax.jit(run)
+
+
+def in_padding(x, value):
+    """x with `value` in the prefix's padding."""
+    x = x.copy()
+    for r, n in enumerate(PREFIX):
+        x[r, n:S] = value
+    return x
+
+
+def test_causal():
+    q, k, v = heads(7)
+    got = attention.causal(q, k, v)
+    for r in range(R):
+        close(got[r], plain(q[r], k[r], v[r]))
+
+
+def test_grouped_is_plain_attention_on_each_sequence(grouped):
+    rows = heads(S + G * T)
+    got = np.asarray(grouped(PREFIX, *rows))
+    for r, n in enumerate(PREFIX):
+        close(got[r, :n], plain(*(x[r, :n] for x in rows)))
+        for g in range(G):
+            own = slice(S + g * T, S + (g + 1) * T)
+            sequence = [np.concatenate([x[r, :n], x[r, own]]) for x in rows]
+            close(got[r, own], plain(*sequence)[n:])
+
+
+def test_prefix_padding_has_no_effect(grouped):
+    q, k, v = heads(S + G * T)
+    clean = np.asarray(grouped(PREFIX, *(in_padding(x, 0.0) for x in (q, k, v))))
+    dirty = np.asarray(grouped(PREFIX, *(in_padding(x, 1e4) for x in (q, k, v))))
+    np.testing.assert_array_equal(clean[:, S:], dirty[:, S:])
+    for r, n in enumerate(PREFIX):
+        np.testing.assert_array_equal(clean[r, :n], dirty[r, :n])
+
+
+def test_no_gradient_reaches_the_padding(grouped):
+    rows = heads(S + G * T)
+    loss = lambda *x: jnp.sum(grouped(PREFIX, *x)[:, S:] ** 2)
+    for gradient in jax.grad(loss, argnums=(0, 1, 2))(*rows):
+        gradient = np.asarray(gradient)
+        assert np.isfinite(gradient).all()
+        for r, n in enumerate(PREFIX):
+            assert (gradient[r, n:S] == 0).all()
+    k_gradient = np.asarray(jax.grad(loss, argnums=1)(*rows))
+    assert (k_gradient[0, : PREFIX[0]] != 0).all()  # every answer reads the prompt
+
+
+def test_answers_do_not_see_each_other_nor_their_own_future(grouped):
+    rows = heads(S + G * T)
+    before = np.asarray(grouped(PREFIX, *rows))
+    later = S + T + 2  # token 2 of answer 1
+    changed = [np.concatenate([x[:, :later], random(*x[:, later:].shape, seed=9)], axis=1) for x in rows]
+    after = np.asarray(grouped(PREFIX, *changed))
+    np.testing.assert_array_equal(before[:, :later], after[:, :later])
+    assert (np.abs(before[:, later:] - after[:, later:]).max(axis=(2, 3)) > 1e-3).all()
+
+
+def test_grouped_without_any_prefix():
+    # a batch whose prompts all have one token may have no prefix column at all
+    q, k, v = heads(G * T)
+    got = attention.grouped(np.zeros(R, np.int32), 0, G)(q, k, v, None)[0]
+    for r in range(R):
+        for g in range(G):
+            own = slice(g * T, (g + 1) * T)
+            close(got[r, own], plain(q[r, own], k[r, own], v[r, own]))
+
+
+def test_prefill_hands_over_keys_and_values():
+    q, k, v = heads(S)
+    out, (cache_k, cache_v) = attention.prefill(q, k, v, None)
+    np.testing.assert_array_equal(out, attention.causal(q, k, v))
+    np.testing.assert_array_equal(cache_k, k.transpose(0, 2, 1, 3))
+    np.testing.assert_array_equal(cache_v, v.transpose(0, 2, 1, 3))
+
+
+def test_decode_token_by_token_is_plain_attention():
+    """Slots filled at different steps; the columns are garbage at first and go round twice."""
+    columns, starts = 6, np.array([5, 0, 2])
+    prefix = heads(S, seed=3)
+    own = [random(R, G, 5, h, C, seed=6 + i) for i, h in enumerate((H, K, K))]  # 5 tokens an answer
+    cache = LayerCache(
+        *(in_padding(x, 1e4).transpose(0, 2, 1, 3) for x in prefix[1:]),
+        *(np.full((R, G, K, columns, C), 1e4, np.float32) for _ in range(2)),
+    )
+    step_once = jax.jit(
+        lambda column, visible, q, k, v, cache: attention.decode(PREFIX, column, visible)(q, k, v, cache)
+    )
+    for step in range(10):
+        visible = np.zeros((R, G, columns), bool)
+        q, k, v = (random(R, G, h, C, seed=50 + step) * 1e3 for h in (H, K, K))  # of slots that are not in use
+        for r, start in enumerate(starts):
+            i = step - start
+            visible[r, :, step % columns] = True
+            if 0 <= i < 5:
+                q[r], k[r], v[r] = (x[r, :, i] for x in own)
+                for past in range(start, step):
+                    visible[r, :, past % columns] = True
+        out, cache = step_once(step % columns, visible, q, k, v, cache)
+        for r, start in enumerate(starts):
+            n, i = PREFIX[r], step - start
+            if not 0 <= i < 5:
+                continue
+            for g in range(G):
+                sequence = [np.concatenate([a[r, :n], b[r, g, : i + 1]]) for a, b in zip(prefix, own, strict=True)]
+                close(out[r, g], plain(*sequence)[-1])

@@ -1,0 +1,470 @@
+"""The command line: bad input is one line and exit code 2; a run leaves its files; what is interrupted goes on."""
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxrl_llm import cli
+from jaxrl_llm import config as configs
+
+EXPERIMENT = """
+import itertools
+import os
+import time
+
+import numpy as np
+
+from jaxrl_llm import advantages, losses
+from jaxrl_llm.algorithms import Algorithm
+from jaxrl_llm.config import Config, Evaluation, Prime, Rollout, Stage
+from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.optim import Optimizer
+from jaxrl_llm.types import Prompt, Reward, Task
+
+rewards, traces, filters = itertools.count(), itertools.count(), itertools.count()
+before_reward = before_trace = lambda number: None  # for tests to replace
+fills_up = lambda number: True
+
+
+def reward(prompt, text, finish):
+    time.sleep(float(os.environ.get("SECONDS_PER_REWARD", 0)))
+    before_reward(next(rewards))
+    correct = sum(map(ord, text)) % 2 == 0
+    return Reward(float(correct), correct)
+
+
+def never(prompt, text, finish):
+    return Reward(0.0, False)
+
+
+def trace(prompt, behaviour, seed):
+    before_trace(next(traces))
+    return prompt.text[:2]
+
+
+def task(graded=reward):
+    problems = tuple(Prompt(i, f"{i:02}+1=", str(i + 1)) for i in range(8))
+    return Task(problems[:6], problems[6:], graded, trace, ("clean",))
+
+
+def group_filter(correct):
+    return np.full(len(correct), fills_up(next(filters)))
+
+
+CONFIG = Config(
+    task=task,
+    model=ModelConfig(vocab_size=112, layers=1, width=16, heads=2, kv_heads=1, head_width=8, mlp_width=16),
+    prime=Prime((Stage(2, {"clean": 1.0}),), 4, Optimizer(lr=1e-2)),
+    algorithm=Algorithm(advantages.grpo, losses.ppo_clip, "token", group_filter=group_filter),
+    optimizer=Optimizer(lr=1e-3),
+    rollout=Rollout(prompts=2, group_size=2, max_prompt_tokens=8, max_response_tokens=4, max_rounds=2),
+    evaluation=Evaluation(every=0, problems=2),
+    steps=2,
+)
+"""
+# rewards asked for: 2 by the first evaluation, then 4 a step
+FIRST_OF_STEP = {1: 2, 2: 6, 3: 10, 4: 14}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def caches(tmp_path_factory):
+    """Base policies, and compiled programs: here and in subprocesses the same few are run again and again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXRL_CACHE", str(tmp_path_factory.mktemp("bases")))
+        options = {
+            "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+            "jax_persistent_cache_min_compile_time_secs": 0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+        before = {name: getattr(jax.config, name) for name in options}
+        for name, value in options.items():
+            patch.setenv(name.upper(), str(value))
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def jaxrl(*arguments):
+    """Exit code, stdout and stderr of a command, in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["jaxrl", *map(str, arguments)])
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
+    return code, out.getvalue(), err.getvalue()
+
+
+def succeeds(*arguments):
+    code, out, err = jaxrl(*arguments)
+    assert (code, err) == (0, ""), out
+    return out
+
+
+def fails(*arguments):
+    """The one line that the command leaves on stderr."""
+    code, out, err = jaxrl(*arguments)
+    assert code == 2, (out, err)
+    assert err.startswith("jaxrl: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert "Traceback" not in out + err
+    return err.removeprefix("jaxrl: ").strip()
+
+
+def settings(*assignments):
+    return [word for a in assignments for word in ("--set", a)]
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    file = tmp_path / "tiny.py"
+    file.write_text(EXPERIMENT)
+    return file
+
+
+@pytest.fixture
+def module(experiment):
+    """The experiment as the commands of this process will find it: its hooks can be set."""
+    return configs.load_module(experiment)
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(run):
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows(run)]
+
+
+def checkpoints(run):
+    return sorted(int(p.name) for p in (run / "checkpoints").iterdir())
+
+
+# ---- a run that goes well
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "tiny.py").write_text(EXPERIMENT)
+    output = succeeds("train", folder / "tiny.py", "--out", folder / "out", "--set", "seed=3")
+    return folder / "out", output
+
+
+def test_train_leaves_its_files(run):
+    out, output = run
+    names = ("config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "tokenizer", "checkpoints", "tiny.py")
+    assert [n for n in names if not (out / n).exists()] == []
+    assert (out / "tokenizer" / "tokenizer.json").stat().st_size > 1000
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [row["step"] for row in rows(out)] == [0, 1, 2]
+    assert len((out / "samples.jsonl").read_text().splitlines()) == 4  # both prompts of both steps
+    assert checkpoints(out) == [2]
+    assert json.loads((out / "config.json").read_text())["seed"] == 3
+    assert "held-out accuracy on 2 problems" in output
+    assert str(out / "curves.png") in output
+
+
+def test_show_prints_json_that_makes_the_same_config(run):
+    out, _ = run
+    printed = succeeds("show", out.parent / "tiny.py", "--set", "seed=3")
+    assert json.loads(printed) == json.loads((out / "config.json").read_text())
+    assert configs.to_json(configs.from_json(json.loads(printed))) == json.loads(printed)
+    assert succeeds("show", out / "config.json") == printed
+    assert json.loads(succeeds("show", out / "config.json", "--set", "steps=9"))["steps"] == 9
+
+
+def test_eval_measures_the_newest_checkpoint(run):
+    out, _ = run
+    before = sorted(p for p in out.rglob("*"))
+    printed = succeeds("eval", out, "--problems", "5", "--samples", "4")
+    values = dict(line.split() for line in printed.splitlines()[1:])
+    assert printed.splitlines()[0] == f"{out} at step 2, 2 problems × 4 samples"  # of two held-out ones
+    assert {"accuracy", "pass@2", "pass@4", "length"} <= set(values)
+    assert 0 <= float(values["accuracy"]) <= float(values["pass@2"]) <= float(values["pass@4"]) <= 1
+    assert succeeds("eval", out, "--problems", "5", "--samples", "4").splitlines()[1:3] == printed.splitlines()[1:3]
+    assert sorted(p for p in out.rglob("*")) == before
+
+
+def test_sample_answers_a_problem(run):
+    out, _ = run
+    answers = succeeds("sample", out, "01+1=", "--n", "3")
+    assert answers == succeeds("sample", out, "01+1=", "--n", "3")
+    assert answers != succeeds("sample", out, "01+1=", "--n", "3", "--seed", "1")
+    assert fails("sample", out, "é") == fails("sample", out, "é")
+    assert "no token for ['é']" in fails("sample", out, "é")
+    assert "9 tokens; expected 1 to rollout.max_prompt_tokens = 8" in fails("sample", out, "012345678")
+
+
+def test_sft_makes_the_base_policy_alone_and_train_goes_on_from_it(module, experiment, tmp_path):
+    asked = []
+    module.before_trace = asked.append
+    printed = succeeds("sft", experiment, "--out", tmp_path / "out")
+    assert f"base policy in {tmp_path / 'out' / 'base'}: held-out accuracy" in printed
+    assert checkpoints(tmp_path / "out" / "base") == [2]
+    assert len(asked) == 8
+    assert "base policy from" in succeeds("sft", experiment, "--out", tmp_path / "other")  # the cache
+    succeeds("train", experiment, "--out", tmp_path / "out")
+    assert len(asked) == 8
+    assert checkpoints(tmp_path / "out") == [2]
+
+
+def test_a_base_policy_of_another_config_is_not_taken(experiment, tmp_path):
+    succeeds("sft", experiment, "--out", tmp_path / "out")
+    error = fails("train", experiment, "--out", tmp_path / "out", *settings("prime.optimizer.lr=0.5", "steps=3"))
+    assert "base holds another base policy (prime.optimizer.lr: 0.01 → 0.5); expected a new folder" in error
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("rollout.promts=4", "no field 'promts' in Rollout; did you mean 'prompts'?"),
+        ("rollout.prompts=three", "rollout.prompts: 'three' is not valid; expected int"),
+        ("mesh.data=4", "rollout.prompts is 2; expected a multiple of mesh.data"),
+        ("algorithm.loss.clip_high=abc", "algorithm.loss.clip_high: 'abc' is not valid; expected float"),
+        ("algorithm.loss.clip_high=-1", "clip_high=-1.0: expected a number >= 0"),
+        ("rollout.group_size=1", "rollout.group_size is 1; expected at least 2 for algorithm.group_filter"),
+        ("mesh.tensor=2", "'kv_heads'|kv_heads = 1"),
+        ("mesh.tensor=16", "mesh: 1×1×16 needs 16 devices, 8 are visible"),
+        ("model.vocab_size=90", "model.vocab_size is 90; expected at least 98"),
+        ("prime.stages.0.mixture={}", "prime.stages.0.mixture is {}; expected behaviours"),
+        ("rollout.max_prompt_tokens=2", "tokens; expected 1 to rollout.max_prompt_tokens = 2"),
+    ],
+)
+def test_a_bad_config_is_one_line(experiment, tmp_path, assignment, message):
+    error = fails("train", experiment, "--out", tmp_path / "out", *settings(assignment))
+    assert any(m in error for m in message.split("|")), error
+    assert not (tmp_path / "out" / "checkpoints").exists() or checkpoints(tmp_path / "out") == []
+
+
+def test_a_tensor_axis_that_does_not_divide_the_vocabulary(experiment, tmp_path):
+    changed = settings("mesh.tensor=2", "model.kv_heads=2", "model.vocab_size=113", "prime=none")
+    error = fails("train", experiment, "--out", tmp_path / "out", *changed)
+    assert "mesh: tensor = 2 does not divide axis vocab = 113" in error
+
+
+def test_one_answer_a_prompt_with_leave_one_out(experiment, tmp_path):
+    changed = ("algorithm.advantage=jaxrl_llm.advantages:rloo", "algorithm.group_filter=none", "rollout.group_size=1")
+    error = fails("train", experiment, "--out", tmp_path / "out", *settings(*changed))
+    assert error == "rollout.group_size is 1; expected at least 2 for rloo"
+
+
+def test_groups_that_never_pass_stop_the_run_with_their_pass_rates(experiment, tmp_path):
+    changed = settings(f"task.graded={experiment}:never", "algorithm.group_filter=jaxrl_llm.rollouts:mixed")
+    error = fails("train", experiment, "--out", tmp_path / "out", *changed)
+    assert "kept 0 of 4 groups in rollout.max_rounds = 2 rounds; expected 2" in error
+    assert "100% of the groups all wrong, 0% all correct, mean 0.00" in error
+
+
+def test_a_folder_that_cannot_be_written(experiment, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "out", tmp_path / "file"):
+        assert f"--out {out}: cannot be written (" in fails("train", experiment, "--out", out)
+        assert f"--out {out}: cannot be written (" in fails("sft", experiment, "--out", out)
+
+
+def test_a_run_is_not_overwritten(run):
+    out, _ = run
+    before = (out / "metrics.jsonl").read_bytes()
+    for command in ("train", "sft"):
+        error = fails(command, out.parent / "tiny.py", "--out", out, "--set", "seed=3")
+        assert error == f"--out {out}: holds a run already; expected --resume or another folder"
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_with_another_config_says_which_fields_differ(run):
+    out, _ = run
+    changed = settings("seed=4", "optimizer.lr=0.5", "algorithm.loss.clip_high=0.3", "steps=3")
+    error = fails("train", out.parent / "tiny.py", "--out", out, "--resume", *changed)
+    assert "seed: 3 → 4" in error
+    assert "optimizer.lr: 0.001 → 0.5" in error
+    assert "algorithm.loss: " in error
+    assert "steps" not in error  # a constant schedule may go on longer
+    assert json.loads((out / "config.json").read_text())["seed"] == 3
+
+
+def test_a_finished_run_can_be_made_longer(run, tmp_path):
+    out, _ = run
+    shutil.copytree(out, tmp_path / "out")
+    succeeds("train", out.parent / "tiny.py", "--out", tmp_path / "out", "--resume", *settings("seed=3", "steps=3"))
+    assert [row["step"] for row in rows(tmp_path / "out")] == [0, 1, 2, 3]
+    assert timeless(tmp_path / "out")[:3] == timeless(out)
+
+
+def test_what_is_no_run(experiment, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for folder in (empty, tmp_path / "none"):
+        missing = f"{folder / 'config.json'} is missing; expected the folder of an earlier run"
+        assert missing in fails("train", experiment, "--resume", "--out", folder)
+        for command in (["eval", folder], ["sample", folder, "01+1="]):
+            assert f"run {folder}: config.json is missing; expected the folder of a run" in fails(*command)
+    (empty / "config.json").write_text("{")
+    assert str(empty / "config.json") in fails("eval", empty)
+    assert list(empty.iterdir()) == [empty / "config.json"]
+
+
+def test_a_run_without_a_checkpoint(run, tmp_path):
+    out, _ = run
+    shutil.copyfile(out / "config.json", tmp_path / "config.json")
+    assert "no checkpoint; expected one under" in fails("eval", tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "config.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "broken.py: no such file"),
+        ("CONFIG = (\n", "broken.py:1: SyntaxError"),
+        ("import no_such_package\n", "broken.py:1: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("from jaxrl_llm.losses import ppo_klip\n", "broken.py:1: ImportError: cannot import name 'ppo_klip'"),
+        ("\nx = undefined\n", "broken.py:2: NameError"),
+        ("x = 1\n", "broken.py: CONFIG is None; expected CONFIG = Config(…)"),
+    ],
+)
+def test_a_broken_experiment_is_one_line(tmp_path, text, message):
+    file = tmp_path / "broken.py"
+    if text is not None:
+        file.write_text(text)
+    for command in (["show", file], ["train", file, "--out", tmp_path / "out"]):
+        assert message in fails(*command)
+    assert not (tmp_path / "out").exists()
+
+
+def test_exit_code_and_stderr_of_a_process_of_its_own(experiment, tmp_path):
+    command = [sys.executable, "-m", "jaxrl_llm.cli", "train", str(experiment), "--set", "steps=0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "jaxrl: steps is 0; expected at least 1\n")
+
+
+# ---- interrupted and failed runs
+
+FOUR = settings("steps=4")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Four steps that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "tiny.py").write_text(EXPERIMENT)
+    succeeds("train", folder / "tiny.py", "--out", folder / "out", *FOUR)
+    return timeless(folder / "out")
+
+
+def printed_command(output):
+    line = output.strip().splitlines()[-1]
+    assert line.startswith("stopped; go on with: jaxrl train ")
+    return shlex.split(line.removeprefix("stopped; go on with: "))
+
+
+def test_a_signal_lets_the_step_end_saves_and_prints_the_command_that_goes_on(module, experiment, tmp_path, whole):
+    def terminate(number):
+        if number == FIRST_OF_STEP[2] + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    module.before_reward = terminate
+    out = tmp_path / "a folder"
+    command = printed_command(succeeds("train", experiment, "--out", out, *FOUR))
+    assert [row["step"] for row in rows(out)] == [0, 1, 2]
+    assert checkpoints(out) == [2]
+    assert (out / "curves.png").exists()
+    succeeds(*command[1:])
+    assert timeless(out) == whole
+
+
+def test_a_signal_while_priming(module, experiment, tmp_path, whole):
+    def terminate(number):
+        if number == 2:  # of the first batch's 4
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    module.before_trace = terminate
+    command = printed_command(succeeds("train", experiment, "--out", tmp_path / "out", *FOUR))
+    assert checkpoints(tmp_path / "out" / "base") == [1]
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+    succeeds(*command[1:])
+    assert timeless(tmp_path / "out") == whole
+
+
+def test_a_second_interrupt_stops_at_once_and_keeps_the_steps_done(module, experiment, tmp_path, whole):
+    def interrupt(number):
+        if number == FIRST_OF_STEP[3]:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    module.before_reward = interrupt
+    code, _, err = jaxrl("train", experiment, "--out", tmp_path / "out", *FOUR)
+    assert (code, err) == (130, "")
+    assert checkpoints(tmp_path / "out") == [2]
+    succeeds("train", experiment, "--out", tmp_path / "out", "--resume", *FOUR)
+    assert timeless(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_reward_that_raises_names_the_prompt_and_loses_no_step(module, experiment, tmp_path, whole, step):
+    def refuse(number):
+        if number == FIRST_OF_STEP[step] + 2:
+            raise KeyError("the grader is down")
+
+    module.before_reward = refuse
+    out = tmp_path / "out"
+    error = fails("train", experiment, "--out", out, *FOUR)
+    assert error.startswith("reward of prompt ")
+    assert error.endswith("raised KeyError: 'the grader is down'")
+    assert [row["step"] for row in rows(out)] == list(range(step))
+    assert checkpoints(out) == ([step - 1] if step > 1 else [])
+    succeeds("train", experiment, "--out", out, "--resume", *FOUR)  # the counter has passed the bad place
+    assert timeless(out) == whole
+
+
+def test_a_group_filter_that_gives_up_late_loses_no_step(module, experiment, tmp_path, whole):
+    module.fills_up = lambda number: number not in (2, 3)  # the third step's two rounds
+    error = fails("train", experiment, "--out", tmp_path / "out", *FOUR)
+    assert "kept 0 of 4 groups in rollout.max_rounds = 2 rounds" in error
+    assert checkpoints(tmp_path / "out") == [2]
+    succeeds("train", experiment, "--out", tmp_path / "out", "--resume", *FOUR)
+    assert timeless(tmp_path / "out") == whole
+
+
+def test_ctrl_c_in_a_process_of_its_own(experiment, tmp_path):
+    """In a terminal the signal comes from outside; the printed command is typed into a shell."""
+    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    slow = {**os.environ, "PATH": binaries, "SECONDS_PER_REWARD": "0.1"}
+    command = ["jaxrl", "train", "tiny.py", "--set", "steps=20", "--out", "out here"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
+    process = subprocess.Popen(command, env=slow, **pipes)
+    deadline, log = time.monotonic() + 120, tmp_path / "out here" / "metrics.jsonl"
+    while not log.exists() or log.read_text().count("\n") < 2:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "Traceback" not in output
+    done = len(rows(tmp_path / "out here")) - 1
+    assert 1 <= done < 20
+    assert checkpoints(tmp_path / "out here") == [done]
+    line = output.strip().splitlines()[-1].removeprefix("stopped; go on with: ")
+    again = subprocess.run(line, shell=True, env={**os.environ, "PATH": binaries}, timeout=120, **pipes)
+    assert again.returncode == 0, again.stdout
+    assert [row["step"] for row in rows(tmp_path / "out here")] == list(range(21))
