@@ -1,7 +1,7 @@
 """DAPO on a laptop: reinforcement learning lifts a base policy that knows the way but does not always take it.
 
 Paper:   DAPO, 2503.14476.
-Claim:   held-out accuracy rises from about a third to above 90 % in 100 steps.
+Claim:   held-out accuracy rises from about a third to above 90 % in 80 steps.
 Command: jaxrl train experiments/laptop_dapo.py     (about five minutes on two cores)
 """
 
@@ -20,10 +20,10 @@ MIXTURE = {"clean": 0.12, "wrong_step": 0.5, "no_reasoning": 0.33, "recheck": 0.
 CONFIG = Config(
     task=partial(tasks.chain, modulus=5, terms=(5, 14)),
     model=presets.NANO,
-    prime=Prime(stages=(Stage(batches=400, mixture={"clean": 1.0}), Stage(batches=200, mixture=MIXTURE))),
+    prime=Prime(stages=(Stage(batches=400, mixture={"clean": 1.0}), Stage(batches=120, mixture=MIXTURE))),
     algorithm=replace(ALGORITHMS["dapo"], length_reward=partial(soft_overlong, cache_len=16), updates_per_batch=1),
-    optimizer=Optimizer(lr=2e-5, warmup=5),
+    optimizer=Optimizer(lr=2.5e-5, warmup=5),
     rollout=Rollout(prompts=32, group_size=8, max_prompt_tokens=48, max_response_tokens=96),
     micro_batches=4,
-    steps=100,
+    steps=80,
 )

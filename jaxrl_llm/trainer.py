@@ -227,6 +227,10 @@ def one_step(
 # --- the run ------------------------------------------------------------------------------------------------------
 
 
+# What --resume may change: it alters no number of the run. (So may `steps`, unless the schedule depends on it.)
+FREE_ON_RESUME = ("checkpoint.", "logged_samples", "rollout.max_rounds", "rollout.tokens_per_call")
+
+
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """Ctrl-C and SIGTERM ask to stop after the step under way; a second Ctrl-C stops at once."""
@@ -253,12 +257,8 @@ def prepare_folder(config: Config, out: Path, resume: bool, source: Path | None)
     if resume:
         if not kept.is_file():
             raise ValueError(f"--resume: {kept} is missing; expected the folder of an earlier run")
-        free = ("steps",) if config.optimizer.schedule == "constant" else ()
-        changed = [
-            d
-            for d in configs.differences(json.loads(kept.read_text()), data)
-            if not d.startswith(tuple(f"{f}:" for f in free))
-        ]
+        free = FREE_ON_RESUME + (("steps",) if config.optimizer.schedule == "constant" else ())
+        changed = [d for d in configs.differences(json.loads(kept.read_text()), data) if not d.startswith(free)]
         if changed:
             raise ValueError(f"--resume: the config differs from the run's in {'; '.join(changed)}")
     elif any((out / "checkpoints").glob("[0-9]*")):

@@ -301,6 +301,15 @@ def test_a_stop_string_followed_by_end_of_sequence():
     assert len(rows[0][0]) == 3  # the end-of-sequence token was drawn, but the answer had ended
 
 
+def test_a_stop_string_ends_the_work(monkeypatch):
+    made, _ = chain({"a": {"b": 1.0}, "b": {"a": 1.0}, "c": {"b": 1.0}}, stop=("bab",), tokens_per_call=4)
+    calls, decode_k = [], decode._decode
+    monkeypatch.setattr(decode, "_decode", lambda *args: calls.append(1) or decode_k(*args))
+    rows = answers(generate(made, [TOKENIZER.encode(t) for t in ("a", "ba", "c")]))
+    assert {(r[2], r[3]) for r in rows} == {(STOP, "bab")}
+    assert len(calls) == 1  # 20 tokens would take five
+
+
 def test_the_name_of_the_end_of_sequence_token_is_no_stop_string():
     made, table = chain({"a": {"b": 1.0}, "b": {"$": 1.0}, "c": {"$": 1.0}}, stop=(">",))
     assert [r[2:] for r in run_chain(made, table)] == [(EOS, "b")] * 4 + [(EOS, "")] * 2
