@@ -117,8 +117,11 @@ def make_batch(
 
 
 def with_advantages(batch: Batch, adv: Float[AnyArray, "P G"] | Float[AnyArray, "B T"]) -> Batch:
-    """The batch with an advantage per response spread over its tokens, or one per token."""
+    """The batch with an advantage per response spread over its tokens, or one per token. ValueError on other shapes."""
     adv = jnp.asarray(adv, jnp.float32)
+    prompts, rows = batch.prefix.shape[0], batch.mask.shape[0]
+    if adv.shape not in ((prompts, rows // prompts), batch.mask.shape):
+        raise ValueError(f"adv.shape={adv.shape}: expected {(prompts, rows // prompts)} or {batch.mask.shape}")
     if adv.shape != batch.mask.shape:
         adv = jnp.broadcast_to(adv.reshape(-1, 1), batch.mask.shape)
     return replace(batch, adv=jnp.where(batch.mask, adv, 0.0))

@@ -30,7 +30,12 @@ def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None) ->
     all of them for every token. Weights are whole along `fsdp`, or each token would gather them again.
     """
     head_dtype = jnp.float32 if config.fp32_head else config.dtype
-    cast = lambda path, x: x.astype(head_dtype if path[0].key in ("head", "embed") else config.dtype)
+
+    def cast(path: Any, x: Any) -> Any:
+        if path[-1].key == "scale":  # norms are taken in float32, in the learner too
+            return x
+        return x.astype(head_dtype if path[0].key in ("head", "embed") else config.dtype)
+
     params = jax.tree_util.tree_map_with_path(cast, params)
     layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(config.layers)]
     params = {**params, "layers": layers}

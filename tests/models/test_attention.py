@@ -70,6 +70,19 @@ def test_grouped_is_plain_attention_on_each_sequence(grouped):
             close(got[r, own], plain(*sequence)[n:])
 
 
+@pytest.mark.parametrize("large", [slice(0, S), slice(S, None)], ids=["prefix", "own"])
+def test_one_of_the_two_sets_of_keys_may_dominate(grouped, large):
+    # logits hundreds of nats apart: exp of either minus the other's maximum overflows, or leaves nothing
+    q, k, v = heads(S + G * T)
+    k = k.copy()
+    k[:, large] *= 100
+    got = np.asarray(grouped(PREFIX, q, k, v))
+    for r, n in enumerate(PREFIX):
+        own = slice(S, S + T)
+        sequence = [np.concatenate([x[r, :n], x[r, own]]) for x in (q, k, v)]
+        np.testing.assert_allclose(got[r, own], plain(*sequence)[n:], rtol=1e-4, atol=1e-4)
+
+
 def test_prefix_padding_has_no_effect(grouped):
     q, k, v = heads(S + G * T)
     clean = np.asarray(grouped(PREFIX, *(in_padding(x, 0.0) for x in (q, k, v))))
