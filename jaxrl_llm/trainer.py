@@ -295,6 +295,11 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
             checkpoints.close()
 
 
+def position(config: Config, draw: int) -> dict[str, Any]:
+    """Where the host is, for a checkpoint. Prompts, samples and their keys follow from the seed and `draw` alone."""
+    return {"draw": draw, "seed": config.seed, "config": configs.to_json(config)}
+
+
 def _loop(
     learner: Learner, state: TrainState, out: Path, checkpoints: Checkpoints, resume: bool, stopping: Callable[[], bool]
 ) -> bool:
@@ -324,10 +329,10 @@ def _loop(
                 progress.line(metrics.step_line(step, config.steps, row))
                 progress.advance()
                 if step % config.checkpoint.every == 0:
-                    checkpoints.save(step, state, {"draw": draw})
+                    checkpoints.save(step, state, position(config, draw))
         finally:  # also when a reward raises or the group filter gives up; an update that failed has used up its state
             if step and not any(x.is_deleted() for x in jax.tree.leaves(state)):
-                checkpoints.save(step, state, {"draw": draw})
+                checkpoints.save(step, state, position(config, draw))
     report.curves(out, title=out.name)
     return step == config.steps
 
