@@ -333,7 +333,7 @@ def _loop(
         finally:  # also when a reward raises or the group filter gives up; an update that failed has used up its state
             if step and not any(x.is_deleted() for x in jax.tree.leaves(state)):
                 checkpoints.save(step, state, position(config, draw))
-    report.curves(out, title=out.name)
+            report.curves(out, title=out.name)
     return step == config.steps
 
 
