@@ -1,20 +1,31 @@
-"""Per-token policy losses and the KL penalty, to be minimised.
+"""Per-token policy losses, the KL penalty and the value loss, to be minimised.
 
-    loss = Σ_{i,t} w[i,t] · (c[i,t] · x[i,t] + β · kl[i,t])
+    loss = Σ_{i,t} w[i,t] · (c[i,t] · x[i,t] + β · kl[i,t] − κ · entropy[i,t])
 
 A policy loss is a function (logp, old_logp, adv, mask, *, hyper) -> x. All arrays are [B,T]: `logp` the live
 policy's log-probs of the sampled tokens, `old_logp` the same at the start of this optimisation phase (both in nats,
-at the sampling temperature), `adv` the advantages, `mask` True on the tokens that train. x is float32, 0 where mask is
-False, and differentiable in `logp` alone. Weights, corrections and sums are the caller's.
-What lies under the mask does not matter, inf and nan included; nan on a token that trains stays nan.
+at the sampling temperature), `adv` the advantages, `mask` True on the tokens that train. In the equations
+d = logp − old_logp, r = e^d, n is a response's number of trained tokens, mean_t is over those, and sg stops gradients.
+
+x is float32, 0 where mask is False, and differentiable in `logp` alone. Weights, corrections and sums are the caller's.
+A response-level loss (gspo, gmpo, rspo, opmd) has A = mean_t adv and puts the response's value on each of its tokens,
+so that `sequence` weights give the mean over responses.
+What lies under the mask does not matter, inf and nan included; nan on a token that trains stays nan. At a clip's bound
+the gradient is that of the unclipped branch. A hyper-parameter out of its range is a ValueError.
 """
 
+from math import log
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
 AnyArray = Array | np.ndarray
+In = Float[AnyArray, "B T"]
+Mask = Bool[AnyArray, "B T"]
+Out = Float[Array, "B T"]
 
 # Nats. e^80 = 5.5e34 leaves float32 room for advantages of some thousands; e^89 would be inf.
 LOG_RATIO_LIMIT = 80.0
@@ -22,81 +33,311 @@ LOG_RATIO_LIMIT = 80.0
 KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+", "abs")
 
 
-def reinforce(
-    logp: Float[AnyArray, "B T"],
-    old_logp: Float[AnyArray, "B T"],
-    adv: Float[AnyArray, "B T"],
-    mask: Bool[AnyArray, "B T"],
-) -> Float[Array, "B T"]:
+# --- token by token -----------------------------------------------------------------------------------------------
+
+
+def reinforce(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
     """The plain policy gradient.
 
         x = −A · logp
 
-    logp, adv, mask: [B,T];  old_logp: not used, on-policy data is assumed.  Williams 1992.
+    old_logp is not used: on-policy data is assumed.  Williams 1992.
     """
     return -_masked(stop_gradient(adv), mask) * _masked(logp, mask)
 
 
+def gpg(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
+    """GPG's loss is the plain policy gradient; what it changes is the advantage, `advantages.gpg`.
+
+        x = −A · logp
+
+    arXiv 2504.02546.
+    """
+    return reinforce(logp, old_logp, adv, mask)
+
+
 def ppo_clip(
-    logp: Float[AnyArray, "B T"],
-    old_logp: Float[AnyArray, "B T"],
-    adv: Float[AnyArray, "B T"],
-    mask: Bool[AnyArray, "B T"],
+    logp: In,
+    old_logp: In,
+    adv: In,
+    mask: Mask,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-) -> Float[Array, "B T"]:
+) -> Out:
     """PPO's pessimistic surrogate; its gradient is 0 where the ratio has already moved too far the right way.
 
-        x = −min(r·A, clip(r, 1−clip_low, 1+clip_high)·A),   r = exp(logp − old_logp)
+        x = −min(r·A, clip(r, 1−clip_low, 1+clip_high)·A)
         with dual_clip, where A < 0:  x = min(x, −dual_clip·A)
 
-    logp, old_logp, adv, mask: [B,T];  clip_low, clip_high: distances of the ratio from 1 ("clip-higher" is .28);
-    dual_clip: largest ratio that still counts when A < 0, None for no such bound. At a bound the gradient is that of
-    the unclipped branch.
-    Raises ValueError unless 0 <= clip_low <= 1, clip_high >= 0 and dual_clip > 1.
+    clip_low, clip_high: distances of the ratio from 1 ("clip-higher" is .28), 0 <= clip_low <= 1, clip_high >= 0;
+    dual_clip > 1: largest ratio that still counts when A < 0, None for no such bound.
     arXiv 1707.06347 eq. 7; unequal clips 2503.14476; dual clip 1912.09729.
     """
-    if not 0 <= clip_low <= 1:
-        raise ValueError(f"clip_low={clip_low!r}: expected a number in [0, 1]")
-    if clip_high < 0:
-        raise ValueError(f"clip_high={clip_high!r}: expected a number >= 0")
-    if dual_clip is not None and dual_clip <= 1:
-        raise ValueError(f"dual_clip={dual_clip!r}: expected None or a number > 1")
+    _check_clips(clip_low, clip_high)
+    _check_dual_clip(dual_clip)
     a = _masked(stop_gradient(adv), mask)
     ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
-    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    # Selected, not jnp.minimum of jnp.clip: those split the gradient in halves at ties and at the clip's bounds.
-    objective = jnp.where(clipped * a < ratio * a, clipped * a, ratio * a)
-    if dual_clip is not None:
-        objective = jnp.where((a < 0) & (objective < dual_clip * a), dual_clip * a, objective)
-    return -objective
+    return _surrogate(ratio, a, 1 - clip_low, 1 + clip_high, dual_clip)
 
 
-def kl(
-    logp: Float[AnyArray, "B T"],
-    ref_logp: Float[AnyArray, "B T"],
-    mask: Bool[AnyArray, "B T"],
-    kind: str = "k3",
-) -> Float[Array, "B T"]:
+def dcpo(
+    logp: In,
+    old_logp: In,
+    adv: In,
+    mask: Mask,
+    *,
+    eps_low: float = 0.16,
+    eps_high: float = 0.2,
+    ratio_cap: float = 10.0,
+    dual_clip: float | None = 10.0,
+) -> Out:
+    """PPO with a clip that widens where the old policy gave the token little probability q = e^old_logp.
+
+        x = −min(r·A, clip(r, low, high)·A), and x = min(x, −dual_clip·A) where A < 0
+        low = ½ + ½·√max(1 − 4·eps_low/q, 0)
+        high = min(½ + ½·√(1 + 4·eps_high/q), ratio_cap)
+
+    eps_low, eps_high >= 0: bounds of |r−1|·r·q;  ratio_cap >= 1;  dual_clip > 1 or None as in `ppo_clip`.
+    DCPO, arXiv 2509.02333.
+    """
+    _expect(eps_low >= 0, "eps_low", eps_low, "a number >= 0")
+    _expect(eps_high >= 0, "eps_high", eps_high, "a number >= 0")
+    _expect(ratio_cap >= 1, "ratio_cap", ratio_cap, "a number >= 1")
+    _check_dual_clip(dual_clip)
+    a = _masked(stop_gradient(adv), mask)
+    ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
+    q = jnp.exp(jnp.maximum(_masked(stop_gradient(old_logp), mask), -LOG_RATIO_LIMIT))
+    low = 0.5 + 0.5 * jnp.sqrt(jnp.maximum(1 - 4 * eps_low / q, 0.0))
+    high = jnp.minimum(0.5 + 0.5 * jnp.sqrt(1 + 4 * eps_high / q), ratio_cap)
+    return _surrogate(ratio, a, low, high, dual_clip)
+
+
+def cispo(logp: In, old_logp: In, adv: In, mask: Mask, *, ratio_max: float = 5.0, ratio_min: float = 0.0) -> Out:
+    """The policy gradient weighted by a capped, detached ratio: no token ever loses its gradient.
+
+        x = −sg[clip(r, ratio_min, ratio_max)] · A · logp
+
+    ratio_min, ratio_max: absolute bounds of the ratio (not distances from 1), 0 <= ratio_min <= ratio_max.
+    CISPO (MiniMax-M1), arXiv 2506.13585; a cap of 5 as in ScaleRL, 2510.13786.
+    """
+    _expect(ratio_min >= 0, "ratio_min", ratio_min, "a number >= 0")
+    _expect(ratio_max >= ratio_min, "ratio_max", ratio_max, f"a number >= ratio_min={ratio_min!r}")
+    ratio = jnp.exp(_log_ratio(stop_gradient(logp), old_logp, mask))
+    return jnp.clip(ratio, ratio_min, ratio_max) * reinforce(logp, old_logp, adv, mask)
+
+
+def sapo(logp: In, old_logp: In, adv: In, mask: Mask, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Out:
+    """A soft gate for a clip: the weight of r·A·∇logp falls smoothly from 1 at r = 1 as sech²(τ(r−1)/2).
+
+        x = −(4/τ) · σ(τ(r−1)) · A,   τ = tau_pos if A > 0 else tau_neg
+
+    tau_pos, tau_neg > 0: the gate's steepness.  SAPO, arXiv 2511.20347.
+    """
+    _expect(tau_pos > 0, "tau_pos", tau_pos, "a number > 0")
+    _expect(tau_neg > 0, "tau_neg", tau_neg, "a number > 0")
+    a = _masked(stop_gradient(adv), mask)
+    tau = jnp.where(a > 0, tau_pos, tau_neg)
+    ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
+    return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * a
+
+
+def topr(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
+    """Good responses learnt as they are, bad ones unlearnt only as far as the policy still writes them.
+
+        x = −c · A · logp,   c = 1 if A >= 0 else sg[min(exp(Σ_t d), 1)]
+
+    A carries the reward.  TOPR, arXiv 2503.14286.
+    """
+    log_ratio = jnp.sum(_log_ratio(stop_gradient(logp), old_logp, mask), axis=1, keepdims=True)
+    taper = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, 0.0))
+    good = _masked(stop_gradient(adv), mask) >= 0
+    return jnp.where(good, 1.0, taper) * reinforce(logp, old_logp, adv, mask)
+
+
+# --- response by response -----------------------------------------------------------------------------------------
+
+
+def gspo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Out:
+    """PPO's surrogate on one ratio a response, the geometric mean of its tokens'.
+
+        x = −min(s·A, clip(s, 1−clip_low, 1+clip_high)·A),   s = exp(mean_t d)
+
+    clip_low, clip_high: as in `ppo_clip`, but a mean moves less.  GSPO, arXiv 2507.18071 eq. 5.
+    """
+    _check_clips(clip_low, clip_high)
+    s = jnp.exp(_mean(_log_ratio(logp, old_logp, mask), mask))
+    return _on_tokens(_surrogate(s, _mean(stop_gradient(adv), mask), 1 - clip_low, 1 + clip_high, None), mask)
+
+
+def gspo_token(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Out:
+    """GSPO with an advantage of its own for each token; equal to it in value and gradient where A is constant.
+
+        x = −min(s·A, clip(s, 1−clip_low, 1+clip_high)·A),   s = sg[exp(mean_t d)] · exp(d − sg[d])
+
+    clip_low, clip_high: as in `gspo`.  GSPO-token, arXiv 2507.18071 eq. 13.
+    """
+    _check_clips(clip_low, clip_high)
+    d = _log_ratio(logp, old_logp, mask)
+    s = stop_gradient(jnp.exp(_mean(d, mask))) * jnp.exp(d - stop_gradient(d))
+    return _surrogate(s, _masked(stop_gradient(adv), mask), 1 - clip_low, 1 + clip_high, None)
+
+
+def gmpo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip: float = 0.4) -> Out:
+    """The geometric mean of token ratios, each clipped on the side where the policy has moved the right way.
+
+        x = −A · exp(mean_t d'),   d' = min(d, clip) if A > 0 else max(d, −clip)
+
+    Clipped tokens have no gradient and still count in the mean.  clip > 0: in nats.  GMPO, arXiv 2507.20673.
+    """
+    _expect(clip > 0, "clip", clip, "a number > 0")
+    d = _log_ratio(logp, old_logp, mask)
+    a = _mean(stop_gradient(adv), mask)
+    clipped = jnp.where((a > 0) & (d > clip), clip, jnp.where((a < 0) & (d < -clip), -clip, d))
+    return _on_tokens(-a * jnp.exp(_mean(clipped, mask)), mask)
+
+
+def rspo(
+    logp: In, old_logp: In, adv: In, mask: Mask, *, log_router_ratio: In, gamma_min: float = 0.8, clip: float = 0.4
+) -> Out:
+    """GMPO whose ratios shrink where a mixture of experts now routes the token elsewhere.
+
+        x = gmpo with log ratio d + log γ,   γ = sg[max(e^log_router_ratio, gamma_min)]
+
+    Since d + log γ = logp − (old_logp − log γ), the same shift of old_logp plugs γ into any other loss.
+    log_router_ratio: [B,T], <= 0, nats; 0 where the routers agree;  gamma_min in (0, 1].  RSPO, arXiv 2510.23027 v2.
+    """
+    _expect(0 < gamma_min <= 1, "gamma_min", gamma_min, "a number in (0, 1]")
+    log_gamma = jnp.maximum(_masked(stop_gradient(log_router_ratio), mask), log(gamma_min))
+    return gmpo(logp, _masked(old_logp, mask) - log_gamma, adv, mask, clip=clip)
+
+
+def opmd(logp: In, old_logp: In, adv: In, mask: Mask, *, tau: float = 0.1) -> Out:
+    """Kimi k1.5's policy mirror descent: the policy gradient with a squared leash, no ratio and no clip.
+
+        x = −A · Σ_t logp + (τ/2) · (Σ_t d)²
+
+    The log ratio is summed over the response and then squared.  tau >= 0: its weight.  arXiv 2501.12599.
+    """
+    _expect(tau >= 0, "tau", tau, "a number >= 0")
+    total = lambda x: jnp.sum(x, axis=1, keepdims=True)
+    leash = total(_log_ratio(logp, old_logp, mask)) ** 2
+    return _on_tokens(-_mean(stop_gradient(adv), mask) * total(_masked(logp, mask)) + tau / 2 * leash, mask)
+
+
+# --- chosen tokens ------------------------------------------------------------------------------------------------
+
+
+def clip_cov(
+    logp: In, old_logp: In, adv: In, mask: Mask, *, selected: Mask, clip_low: float = 0.2, clip_high: float = 0.2
+) -> Out:
+    """PPO without the few tokens whose log-prob and advantage move together most: they eat the entropy.
+
+        x = 0 on selected tokens, ppo_clip elsewhere
+
+    selected: of `select_clip_cov`.  Clip-Cov, arXiv 2505.22617.
+    """
+    return jnp.where(selected, 0.0, ppo_clip(logp, old_logp, adv, mask, clip_low=clip_low, clip_high=clip_high))
+
+
+def kl_cov(logp: In, old_logp: In, adv: In, mask: Mask, *, selected: Mask, coef: float = 0.1) -> Out:
+    """The unclipped surrogate, with a penalty on moving the tokens of largest covariance.
+
+        x = −r·A + coef·|d| on selected tokens, −r·A elsewhere
+
+    selected: of `select_cov`;  coef >= 0.  KL-Cov, arXiv 2505.22617.
+    """
+    _expect(coef >= 0, "coef", coef, "a number >= 0")
+    d = _log_ratio(logp, old_logp, mask)
+    return -jnp.exp(d) * _masked(stop_gradient(adv), mask) + jnp.where(selected, coef * _abs(d), 0.0)
+
+
+def select_cov(
+    logp: In,
+    adv: In,
+    mask: Mask,
+    *,
+    frac: float = 2e-4,
+    low: float | None = None,
+    high: float | None = None,
+    key: Array | None = None,
+    eligible: Mask | None = None,
+) -> Bool[Array, "B T"]:
+    """k tokens by the covariance of log-prob and advantage, over the whole optimiser batch.
+
+        cov = (A − mean A)·(logp − mean logp),   k = max(1, round(frac·Σ mask)),   means over all trained tokens
+
+    Candidates have low < cov < high where given and are `eligible`. With a `key`, k of them are drawn; without, the k
+    of largest cov are taken, earlier tokens first among equals. All of them where they are fewer than k.
+    frac in (0, 1].  arXiv 2505.22617.
+    """
+    _expect(0 < frac <= 1, "frac", frac, "a number in (0, 1]")
+    n = jnp.maximum(jnp.sum(mask), 1)
+    centred = lambda x: _masked(x - jnp.sum(x) / n, mask)
+    cov = centred(_masked(stop_gradient(adv), mask)) * centred(_masked(stop_gradient(logp), mask))
+    candidate = mask if eligible is None else mask & eligible
+    candidate = candidate if low is None else candidate & (cov > low)
+    candidate = candidate if high is None else candidate & (cov < high)
+    return _largest(cov if key is None else jax.random.uniform(key, cov.shape), candidate, frac, mask)
+
+
+def select_clip_cov(
+    logp: In,
+    old_logp: In,
+    adv: In,
+    mask: Mask,
+    *,
+    key: Array,
+    frac: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Bool[Array, "B T"]:
+    """Clip-Cov's choice: k tokens at random among those with low < cov < high that PPO's clip has not stopped already.
+
+        select_cov(…, key, eligible = not (A > 0 and r > 1+clip_high) and not (A < 0 and r < 1−clip_low))
+
+    arXiv 2505.22617.
+    """
+    _check_clips(clip_low, clip_high)
+    ratio, a = jnp.exp(_log_ratio(stop_gradient(logp), old_logp, mask)), _masked(adv, mask)
+    stopped = ((a > 0) & (ratio > 1 + clip_high)) | ((a < 0) & (ratio < 1 - clip_low))
+    return select_cov(logp, adv, mask, frac=frac, low=low, high=high, key=key, eligible=~stopped)
+
+
+def top_entropy(entropy: In, mask: Mask, *, frac: float = 0.2) -> Bool[Array, "B T"]:
+    """The tokens at which the policy hesitates: those of highest entropy in the whole optimiser batch.
+
+        the max(1, round(frac·Σ mask)) trained tokens of largest entropy
+
+    As a `token_filter` it edits the mask, so that the dropped tokens leave the denominators too.
+    entropy: [B,T], nats;  frac in (0, 1].  arXiv 2506.01939.
+    """
+    _expect(0 < frac <= 1, "frac", frac, "a number in (0, 1]")
+    return _largest(_masked(stop_gradient(entropy), mask), mask, frac, mask)
+
+
+# --- KL and value -------------------------------------------------------------------------------------------------
+
+
+def kl(logp: In, ref_logp: In, mask: Mask, kind: str = "k3") -> Out:
     """Per-token estimates of KL(policy ‖ reference) from tokens that the policy drew, in nats.
 
         u = logp − ref_logp;   k1 = u;   k2 = u²/2;   k3 = e^(−u) − 1 + u;   abs = |u|
 
     "k1+" and "k3+" have the value of k1, k3 and the gradient of k2. As losses on sampled tokens k1's expected gradient
     is 0, that of k2 is the gradient of KL(policy ‖ reference), and that of k3 the gradient of KL(reference ‖ policy).
-    logp, ref_logp, mask: [B,T];  kind: one of KL_KINDS. Gradient through logp only.
-    Raises ValueError if kind is unknown.  Schulman 2020; k3 in arXiv 2402.03300 eq. 4.
+    kind: one of KL_KINDS.  Schulman 2020; k3 in arXiv 2402.03300 eq. 4.
     """
-    if kind not in KL_KINDS:
-        raise ValueError(f"kind={kind!r}: expected one of {', '.join(KL_KINDS)}")
+    _expect(kind in KL_KINDS, "kind", kind, f"one of {', '.join(KL_KINDS)}")
     u = _log_ratio(logp, ref_logp, mask)
     k2 = u**2 / 2
     if kind == "k2":
         value = k2
     elif kind == "abs":
-        value = u * jnp.sign(u)  # jnp.abs has gradient 1 at 0, a push where policy and reference agree
+        value = _abs(u)
     else:
         value = u if kind.startswith("k1") else jnp.expm1(-u) + u  # expm1: e^(−u) − 1 loses all digits near u = 0
     if kind.endswith("+"):
@@ -104,7 +345,38 @@ def kl(
     return value
 
 
-def _masked(x: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]) -> Float[Array, "B T"]:
+def value_loss(values: In, old_values: In, returns: In, mask: Mask, clip: float | None = 0.2) -> Out:
+    """The critic's squared error, held to a band around its old values.
+
+        x = ½ · max((V − R)², (clip(V, V_old − clip, V_old + clip) − R)²)
+
+    values, old_values, returns: [B,T], in units of reward; gradient through `values` only;  clip > 0, None for the
+    plain squared error.  arXiv 1707.06347, as in its authors' implementation.
+    """
+    v, target = _masked(values, mask), _masked(stop_gradient(returns), mask)
+    error = (v - target) ** 2
+    if clip is not None:
+        _expect(clip > 0, "clip", clip, "None or a number > 0")
+        old = _masked(stop_gradient(old_values), mask)
+        held = (jnp.clip(v, old - clip, old + clip) - target) ** 2
+        error = jnp.where(held > error, held, error)
+    return error / 2
+
+
+# --- what they share ----------------------------------------------------------------------------------------------
+
+
+def _surrogate(ratio: Array, a: Array, low: Array | float, high: Array | float, dual_clip: float | None) -> Array:
+    """−min(r·A, clip(r, low, high)·A), and the dual clip where A < 0."""
+    clipped = jnp.clip(ratio, low, high)
+    # Selected, not jnp.minimum of jnp.clip: those split the gradient in halves at ties and at the clip's bounds.
+    objective = jnp.where(clipped * a < ratio * a, clipped * a, ratio * a)
+    if dual_clip is not None:
+        objective = jnp.where((a < 0) & (objective < dual_clip * a), dual_clip * a, objective)
+    return -objective
+
+
+def _masked(x: In, mask: Mask) -> Out:
     """x in float32 with 0 under the mask.
 
     Garbage is removed before the arithmetic: a `where` on the result alone still sends 0·inf = nan backwards. A
@@ -113,9 +385,45 @@ def _masked(x: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]) -> Float[Arr
     return jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0)
 
 
-def _log_ratio(
-    logp: Float[AnyArray, "B T"], old_logp: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]
-) -> Float[Array, "B T"]:
+def _log_ratio(logp: In, old_logp: In, mask: Mask) -> Out:
     """logp − sg[old_logp] in nats: 0 under the mask, held (without gradient) within ±LOG_RATIO_LIMIT."""
     d = _masked(logp, mask) - _masked(stop_gradient(old_logp), mask)
     return jnp.where(jnp.abs(d) > LOG_RATIO_LIMIT, jnp.sign(d) * LOG_RATIO_LIMIT, d)
+
+
+def _mean(x: In, mask: Mask) -> Float[Array, "B 1"]:
+    """Mean over the trained tokens of each response, 0 where there are none."""
+    n = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
+    return jnp.sum(_masked(x, mask), axis=1, keepdims=True) / n
+
+
+def _on_tokens(x: Float[Array, "B 1"], mask: Mask) -> Out:
+    """A response's value on each of its trained tokens."""
+    return jnp.where(mask, x, 0.0)
+
+
+def _abs(d: Out) -> Out:
+    """|d| with gradient 0 at 0: jnp.abs has 1 there, a push where the two policies agree."""
+    return d * jnp.sign(d)
+
+
+def _largest(score: Out, candidate: Mask, frac: float, mask: Mask) -> Bool[Array, "B T"]:
+    """The max(1, round(frac·Σ mask)) candidates of largest score."""
+    k = jnp.maximum(1, jnp.round(frac * jnp.sum(mask)).astype(jnp.int32))
+    order = jnp.argsort(jnp.where(candidate, -score, jnp.inf).reshape(-1))  # stable: earlier tokens first among equals
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+    return candidate & (rank < k).reshape(candidate.shape)
+
+
+def _check_clips(clip_low: float, clip_high: float) -> None:
+    _expect(0 <= clip_low <= 1, "clip_low", clip_low, "a number in [0, 1]")
+    _expect(clip_high >= 0, "clip_high", clip_high, "a number >= 0")
+
+
+def _check_dual_clip(dual_clip: float | None) -> None:
+    _expect(dual_clip is None or dual_clip > 1, "dual_clip", dual_clip, "None or a number > 1")
+
+
+def _expect(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r}: expected {expected}")

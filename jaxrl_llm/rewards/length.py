@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Real
+from jaxtyping import Array, Bool, Float, Real
 
 
 def soft_overlong(
@@ -20,3 +20,63 @@ def soft_overlong(
         raise ValueError(f"cache_len={cache_len!r}: expected 0 < cache_len <= max_len={max_len!r}")
     n = jnp.asarray(n_tokens, jnp.float32)
     return jnp.clip((max_len - cache_len - n) / cache_len, -1.0, 0.0)
+
+
+def kimi_length(
+    n_tokens: Real[Array | np.ndarray, "P G"], correct: Bool[Array | np.ndarray, "P G"]
+) -> Float[Array, "P G"]:
+    """Among the answers to one prompt, the shorter are favoured, and a wrong one is never rewarded for being short.
+
+        λ = ½ − (n − min n)/(max n − min n);   correct: λ;   wrong: min(0, λ);   0 if all have one length
+
+    n_tokens, correct: [P,G];  min and max over the group.  Returns float32 in [−½, ½].  Kimi k1.5, arXiv 2501.12599.
+    """
+    n = jnp.asarray(n_tokens, jnp.float32)
+    least, most = n.min(axis=1, keepdims=True), n.max(axis=1, keepdims=True)
+    short = 0.5 - (n - least) / jnp.where(most == least, 1.0, most - least)
+    return jnp.where(most == least, 0.0, jnp.where(jnp.asarray(correct), short, jnp.minimum(short, 0.0)))
+
+
+def l1_exact(
+    n_tokens: Real[Array | np.ndarray, "B"],
+    n_gold: Real[Array | np.ndarray, "B"],
+    correct: Bool[Array | np.ndarray, "B"],
+    *,
+    alpha: float = 3e-4,
+) -> Float[Array, "B"]:
+    """The whole reward of an answer that was asked to have n_gold tokens.
+
+        R = 1[correct] − alpha·|n_gold − n|
+
+    n_tokens, n_gold: tokens;  alpha >= 0: reward per token.  L1-Exact, arXiv 2503.04697 eq. 1.
+    """
+    _check_slope(alpha)
+    return jnp.asarray(correct, jnp.float32) - alpha * jnp.abs(_left(n_tokens, n_gold))
+
+
+def l1_max(
+    n_tokens: Real[Array | np.ndarray, "B"],
+    n_gold: Real[Array | np.ndarray, "B"],
+    correct: Bool[Array | np.ndarray, "B"],
+    *,
+    alpha: float = 3e-4,
+    delta: float = 0.5,
+) -> Float[Array, "B"]:
+    """The whole reward of an answer that was asked to have n_gold tokens at most.
+
+        R = 1[correct]·clip(alpha·(n_gold − n) + delta, 0, 1)
+
+    n_tokens, n_gold: tokens;  alpha >= 0: reward per token;  delta: reward of a correct answer of just n_gold tokens.
+    L1-Max, arXiv 2503.04697 eq. 2.
+    """
+    _check_slope(alpha)
+    return jnp.asarray(correct, jnp.float32) * jnp.clip(alpha * _left(n_tokens, n_gold) + delta, 0.0, 1.0)
+
+
+def _left(n_tokens: Array | np.ndarray, n_gold: Array | np.ndarray) -> Float[Array, "B"]:
+    return jnp.asarray(n_gold, jnp.float32) - jnp.asarray(n_tokens, jnp.float32)
+
+
+def _check_slope(alpha: float) -> None:
+    if alpha < 0:
+        raise ValueError(f"alpha={alpha!r}: expected a number >= 0")
