@@ -84,14 +84,20 @@ def bucket(n: int, smallest: int = 16) -> int:
 
 
 def make_batch(
-    rollouts: Rollouts, *, shape: tuple[int, int], drop_truncated: bool = False, sharding: Sharding | None = None
+    rollouts: Rollouts,
+    *,
+    shape: tuple[int, int],
+    drop_truncated: bool = False,
+    kept: Bool[np.ndarray, "P"] | None = None,
+    sharding: Sharding | None = None,
 ) -> Batch:
     """Prompts and responses as the arrays of one update, placed as `sharding` says; advantages are 0 as yet.
 
     Here, and nowhere else, targets are shifted against inputs by one token: `inputs` is the prompt's last token and
     then the response without its last, `targets` the response. `mask` comes from the sampler's lengths and finish
     reasons. `shape`: padded prefix and response tokens (S, T); ValueError when they are too small.
-    `drop_truncated`: responses cut at the token limit leave the mask (DAPO's overlong filtering).
+    `drop_truncated`: responses cut at the token limit leave the mask (DAPO's overlong filtering). `kept`: groups that
+    are False leave the mask.
     """
     size, length = shape
     need = int(rollouts.prompt_lengths.max()) - 1, int(rollouts.lengths.max())
@@ -104,6 +110,8 @@ def make_batch(
     mask = np.arange(length) < rollouts.lengths[:, None]
     if drop_truncated:
         mask &= (rollouts.finish != LENGTH)[:, None]
+    if kept is not None:
+        mask &= np.repeat(kept, rollouts.group_size)[:, None]
     batch = Batch(
         prefix=np.where(before, fit(rollouts.prompt_tokens, size), 0),
         prefix_lengths=rollouts.prompt_lengths - 1,
@@ -127,10 +135,47 @@ def with_advantages(batch: Batch, adv: Float[AnyArray, "P G"] | Float[AnyArray, 
     return replace(batch, adv=jnp.where(batch.mask, adv, 0.0))
 
 
-def with_weights(batch: Batch, norm: str, max_len: float | None) -> Batch:
-    """The batch with its token weights: over all of it, before anything is cut into micro-batches."""
+def with_weights(
+    batch: Batch,
+    norm: str,
+    max_len: float | None,
+    *,
+    nll: bool = False,
+    phase: Bool[AnyArray, "B T"] | None = None,
+    phase_weights: str = "batch",
+) -> Batch:
+    """The batch with its token weights: over all of it, before anything is cut into micro-batches.
+
+    `nll`: with `nll_weights` too, 1/Σ n over correct responses. `phase`: only these tokens count, in denominators that
+    are the whole batch's or the phase's own (`phase_weights`).
+    """
     group = batch.inputs.shape[0] // batch.prefix.shape[0]
-    return replace(batch, weights=token_weights(batch.mask, norm, group_size=group, max_len=max_len))
+    of = batch.mask & phase if phase is not None and phase_weights == "phase" else batch.mask
+    weights = token_weights(of, norm, group_size=group, max_len=max_len)
+    if phase is not None:
+        weights = jnp.where(phase, weights, 0.0)
+    nll_weights = None
+    if nll:
+        right = batch.mask & batch.correct[:, None]
+        nll_weights = token_weights(right, "token")
+        nll_weights = nll_weights if phase is None else jnp.where(phase, nll_weights, 0.0)
+    return replace(batch, weights=weights, nll_weights=nll_weights)
+
+
+def lopti_phases(
+    old_logp: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"], *, eta: float = 0.5
+) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
+    """Unlikely tokens first, then the others, each with an optimiser step of its own.
+
+        first = π_old < eta,   second = π_old >= eta,   π_old = e^old_logp
+
+    The second step sees ratios that the first has moved; the other order collapses.
+    eta in (0, 1), ValueError if not.  Low-Probability Token Isolation, arXiv 2505.12929.
+    """
+    if not 0 < eta < 1:
+        raise ValueError(f"eta={eta!r}: expected a number in (0, 1)")
+    unlikely = jnp.asarray(old_logp, jnp.float32) < jnp.log(eta)
+    return mask & unlikely, mask & ~unlikely
 
 
 def cut(batch: Batch, parts: int) -> Batch:
@@ -149,3 +194,10 @@ def cut(batch: Batch, parts: int) -> Batch:
         return y.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
     return jax.tree.map(one, batch)
+
+
+def joined(x: Array, prompts: int) -> Array:
+    """The inverse of `cut` for one array of responses: [parts, B/parts, …] → [B, …]."""
+    parts = x.shape[0]
+    y = x.reshape(parts, prompts // parts, -1, *x.shape[2:]).swapaxes(0, 1)
+    return y.reshape(parts * x.shape[1], *x.shape[2:])

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
-import importlib
 import inspect
 import json
 import re
-import sys
-import traceback
 import types as pytypes
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +20,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm import advantages
-from jaxrl_llm.algorithms import Algorithm
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import advantages, functions
+from jaxrl_llm.algorithms import Algorithm, Critic, call, wants
 from jaxrl_llm.data import tokenizers
+from jaxrl_llm.functions import nearest, unbound
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.optim import Optimizer
+from jaxrl_llm.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Rollout:
     slots: int = 0  # prompts decoded at once; 0: all
     tokens_per_call: int = 32
     max_rounds: int = 10  # of sampling before a group filter gives up
+    difficulty: Callable | None = None  # Prompt → number: a curriculum, one pass from the easiest to the hardest
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,13 @@ class Config:
     seed: int = 0
     logged_samples: int = 4  # a step, into samples.jsonl
 
+    @property
+    def total_steps(self) -> int:
+        """Batches of rollouts, those from which only the critic learns included."""
+        return self.steps + (0 if self.algorithm.critic is None else self.algorithm.critic.pretrain)
+
 
 # --- overrides ----------------------------------------------------------------------------------------------------
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def _parse(text: str) -> Any:
@@ -132,18 +134,18 @@ def _set(node: Any, path: list[str], value: Any, full: str) -> Any:
     if dataclasses.is_dataclass(node):
         hints = typing.get_type_hints(type(node))
         if name not in hints:
-            raise ValueError(f"{full}: no field {name!r} in {type(node).__name__}; {_nearest(name, list(hints))}")
+            raise ValueError(f"{full}: no field {name!r} in {type(node).__name__}; {nearest(name, list(hints))}")
         if rest:
             return replace(node, **{name: _set(getattr(node, name), rest, value, full)})
         return replace(node, **{name: _coerce(hints[name], value, full)})
     if callable(node):
-        fn, keywords = _unbound(node)
+        fn, keywords = unbound(node)
         parameters = inspect.signature(fn).parameters
         known = [n for n, p in parameters.items() if p.default is not p.empty or n in keywords]
         if name not in known:
-            raise ValueError(f"{full}: {fn.__name__} takes no {name!r}; {_nearest(name, known)}")
+            raise ValueError(f"{full}: {fn.__name__} takes no {name!r}; {nearest(name, known)}")
         now = keywords.get(name, parameters[name].default)
-        hint = _hints(fn).get(name, Callable if callable(now) else Any)
+        hint = functions.hints(fn).get(name, Callable if callable(now) else Any)
         return partial(fn, **{**keywords, name: _set(now, rest, value, full) if rest else _coerce(hint, value, full)})
     if isinstance(node, tuple) and name.isdigit() and int(name) < len(node):
         i = int(name)
@@ -153,31 +155,13 @@ def _set(node: Any, path: list[str], value: Any, full: str) -> Any:
     raise ValueError(f"{full}: {node!r} has no field {name!r}")
 
 
-def _unbound(fn: Callable) -> tuple[Callable, dict[str, Any]]:
-    """A function and the keywords that partials have bound; arguments bound by position get their names."""
-    if not isinstance(fn, partial):
-        return fn, {}
-    return fn.func, {**inspect.signature(fn.func).bind_partial(*fn.args).arguments, **fn.keywords}
-
-
-def _hints(fn: Callable) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(fn)
-    except Exception:  # an annotation that cannot be evaluated checks nothing
-        return {}
-
-
-def _is_function(hint: Any) -> bool:
-    return hint is Callable or hint is typing.Callable or typing.get_origin(hint) is Callable
-
-
 def _coerce(hint: Any, value: Any, where: str) -> Any:
     """`value` as `hint` wants it, or ValueError. Ints pass for floats, lists for tuples, module:name for functions."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (hint is type(None) and value is None):
         return value
-    if isinstance(value, str) and ":" in value and any(map(_is_function, (hint, *args))):
-        return _function(value, None)
+    if isinstance(value, str) and ":" in value and any(map(functions.is_function, (hint, *args))):
+        return functions.function(value, None)
     if origin in (typing.Union, pytypes.UnionType):
         for option in sorted(args, key=lambda a: a is not type(value)):
             try:
@@ -190,7 +174,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     elif origin in (tuple, list, Sequence):
         if isinstance(value, list | tuple):
             return tuple(_coerce(args[0], v, f"{where}.{i}") for i, v in enumerate(value))
-    elif _is_function(hint):
+    elif functions.is_function(hint):
         if callable(value):
             return value
     elif origin in (dict, Mapping):
@@ -211,9 +195,9 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
 AT_LEAST = {
     1: "steps micro_batches rollout.prompts rollout.group_size rollout.max_prompt_tokens rollout.max_response_tokens "
     "rollout.tokens_per_call rollout.max_rounds mesh.data mesh.fsdp mesh.tensor evaluation.problems evaluation.samples "
-    "checkpoint.every checkpoint.keep algorithm.updates_per_batch model.vocab_size model.layers model.width "
-    "model.heads model.kv_heads model.head_width model.mlp_width",
-    0: "rollout.slots rollout.top_k evaluation.every logged_samples seed",
+    "checkpoint.every checkpoint.keep algorithm.updates_per_batch algorithm.epochs model.vocab_size model.layers "
+    "model.width model.heads model.kv_heads model.head_width model.mlp_width",
+    0: "rollout.slots rollout.top_k evaluation.every logged_samples seed algorithm.length_warmup",
 }
 
 
@@ -236,9 +220,7 @@ def validate(config: Config) -> Config:
     expected += f"{m.data} × {m.fsdp} × {a.updates_per_batch} × {config.micro_batches}"
     _expect(r.prompts % (ways * parts) == 0, "rollout.prompts", r.prompts, expected)
     _expect(r.slots % ways == 0, "rollout.slots", r.slots, f"a multiple of mesh.data × mesh.fsdp = {ways}")
-    needs_two = "rloo" if _unbound(a.advantage)[0] is advantages.rloo else "algorithm.group_filter"
-    if a.group_filter is not None or needs_two == "rloo":
-        _expect(r.group_size > 1, "rollout.group_size", r.group_size, f"at least 2 for {needs_two}")
+    _validate_algorithm(a, config, ways)
     heads, kv_heads, head_width = config.model.heads, config.model.kv_heads, config.model.head_width
     _expect(heads % kv_heads == 0, "model.heads", heads, f"a multiple of model.kv_heads = {kv_heads}")
     _expect(head_width % 2 == 0, "model.head_width", head_width, "an even number")
@@ -248,6 +230,67 @@ def validate(config: Config) -> Config:
     for name, make in (("task", config.task), ("tokenizer", config.tokenizer)):
         _validate_call(make, name)
     return config
+
+
+def _validate_algorithm(a: Algorithm, config: Config, ways: int) -> None:
+    r, fn = config.rollout, unbound(a.advantage)[0]
+    needs_two = fn.__name__ if fn in (advantages.rloo, advantages.passk) else "algorithm.group_filter"
+    if a.group_filter is not None or needs_two != "algorithm.group_filter":
+        _expect(r.group_size > 1, "rollout.group_size", r.group_size, f"at least 2 for {needs_two}")
+    top = a.retire_above
+    _expect(top is None or 0 < top <= 1, "algorithm.retire_above", top, "None or a rate in (0, 1]")
+    _expect(a.resample or a.group_filter, "algorithm.resample", a.resample, "True without algorithm.group_filter")
+    ordered = a.prioritized and r.difficulty is not None
+    _expect(not ordered, "rollout.difficulty", r.difficulty, "None if algorithm.prioritized: one order of prompts")
+    _validate_call(partial(a.prompt, Prompt(0, "")), "algorithm.prompt")
+    if wants(a.reward, "n_gold"):
+        named = "n_gold" in a.prompt(Prompt(0, "?")).meta
+        _expect(named, "algorithm.prompt", a.prompt, "one that sets meta['n_gold'], for algorithm.reward")
+    c = a.critic
+    if c is not None:
+        _validate_critic(c, r.prompts, ways * config.micro_batches)
+    _dry_run(a, r.max_response_tokens)
+
+
+def _validate_critic(c: Critic, prompts: int, ways: int) -> None:
+    for name, least in (("updates", 1), ("mini_batches", 1), ("pretrain", 0)):
+        _expect(getattr(c, name) >= least, f"algorithm.critic.{name}", getattr(c, name), f"at least {least}")
+    for name in ("gamma", "lam"):
+        _expect(0 <= getattr(c, name) <= 1, f"algorithm.critic.{name}", getattr(c, name), "a number in [0, 1]")
+    _expect(c.clip is None or c.clip > 0, "algorithm.critic.clip", c.clip, "None or a positive number")
+    parts = ways * c.mini_batches
+    expected = f"a divisor of rollout.prompts / (mesh.data × mesh.fsdp × micro_batches) = {prompts} / {ways}"
+    _expect(prompts % parts == 0, "algorithm.critic.mini_batches", c.mini_batches, expected)
+    _validate_optimizer(c.optimizer, "algorithm.critic.optimizer")
+
+
+def _dry_run(a: Algorithm, max_len: int) -> None:
+    """Trace the functions on two responses to one prompt, so that a bad hyper-parameter is known before any work."""
+    tokens, row, group = jnp.zeros((2, 3)), jnp.zeros(2), jnp.zeros((1, 2))
+    mask, key = jnp.ones((2, 3), bool), jax.random.key(0)
+    by_token = ("logp", "old_logp", "sampler_logp", "adv", "values", "kl", "entropy", "log_router_ratio")
+    have = dict.fromkeys(by_token, tokens) | {"mask": mask, "selected": mask, "key": key, "beta": 0.0}
+    of_prompts = {"rewards": group, "lengths": group, "correct": group > 0, "n_tokens": group, "max_len": max_len}
+    of_rows = {"rewards": row, "correct": row > 0, "n_tokens": row, "n_gold": row, "max_len": max_len}
+    memory = None if a.memory is None else call(a.memory, {"n_prompts": 1})
+    ids = jnp.zeros(1, int)
+    for name, given in {
+        "loss": have,
+        "correction": have,
+        "select": have,
+        "token_filter": have,
+        "phases": have,
+        "token_advantage": have | {"rewards": row if a.critic is None else tokens},
+        "advantage": of_prompts | {"mask": mask[None], "prompt_ids": ids, "state": memory, "kept": mask[:1, 0]},
+        "length_reward": of_prompts,
+        "reward": of_rows,
+    }.items():
+        fn = getattr(a, name)
+        if fn is not None:
+            try:
+                jax.eval_shape(lambda fn=fn, given=given: call(fn, given))
+            except ValueError as error:
+                raise ValueError(f"algorithm.{name}: {error}") from error
 
 
 def _validate_optimizer(o: Optimizer, path: str) -> None:
@@ -276,7 +319,7 @@ def _validate_prime(prime: Prime, ways: int) -> None:
 
 def _validate_call(make: Callable, name: str) -> None:
     """`make()` would get all the arguments that it needs, and none that it does not know."""
-    fn, keywords = _unbound(make)
+    fn, keywords = unbound(make)
     try:
         inspect.signature(fn).bind(**keywords)
     except TypeError as error:
@@ -310,28 +353,18 @@ def to_json(node: Any, path: str = "config", keyword: bool = False) -> Any:
     inner = lambda value, name: to_json(value, f"{path}.{name}", keyword)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         fields = {f.name: inner(getattr(node, f.name), f.name) for f in dataclasses.fields(node)}
-        return {"instance": _reference(type(node), path), "with": fields} if keyword else fields
+        return {"instance": functions.reference(type(node), path), "with": fields} if keyword else fields
     if isinstance(node, tuple | list):
         return [inner(v, i) for i, v in enumerate(node)]
     if isinstance(node, Mapping) and all(isinstance(k, str) for k in node):
         return {k: inner(v, k) for k, v in node.items()}
     if callable(node):
-        fn, bound = _unbound(node)
-        reference, bound = _reference(fn, path), {k: to_json(v, f"{path}.{k}", True) for k, v in bound.items()}
+        fn, bound = unbound(node)
+        reference, bound = functions.reference(fn, path), {k: to_json(v, f"{path}.{k}", True) for k, v in bound.items()}
         return {"function": reference, "with": bound} if bound or keyword else reference
     if node is None or isinstance(node, bool | int | float | str):
         return node
     raise ValueError(f"{path} is {node!r}; expected numbers, text, tuples, mappings by name, functions or dataclasses")
-
-
-def _reference(fn: Callable, path: str) -> str:
-    """module:name. A module that lies beside an experiment is named by its file: only from there it can be imported."""
-    module, name = sys.modules.get(getattr(fn, "__module__", None)), getattr(fn, "__qualname__", "")
-    if getattr(module, name, None) is not fn:
-        raise ValueError(f"{path} is {fn!r}; expected a function with a name of its own in a module")
-    file = Path(getattr(module, "__file__", None) or "")
-    beside = {Path(m).parent for m in sys.modules if m.endswith(".py")}
-    return f"{file if file.parent in beside else module.__name__}:{name}"
 
 
 def from_json(data: Any, folder: Path | None = None) -> Config:
@@ -350,13 +383,13 @@ def _decode(hint: Any, data: Any, folder: Path | None) -> Any:
             raise ValueError(f"config: {data!r}; expected the fields of a {hint.__name__}")
         unknown = [k for k in data if k not in hints]
         if unknown:
-            raise ValueError(f"config: no field {unknown[0]!r} in {hint.__name__}; {_nearest(unknown[0], list(hints))}")
+            raise ValueError(f"config: no field {unknown[0]!r} in {hint.__name__}; {nearest(unknown[0], list(hints))}")
         try:
             return hint(**{k: _decode(hints[k], v, folder) for k, v in data.items()})
         except TypeError as error:  # a field without a default is missing
             raise ValueError(f"config: {error}") from error
-    if _is_function(hint):
-        return _plain(data, folder) if isinstance(data, dict) else _function(data, folder)
+    if functions.is_function(hint):
+        return _plain(data, folder) if isinstance(data, dict) else functions.function(data, folder)
     if origin is tuple:
         return tuple(_decode(args[0], v, folder) for v in data)
     return data
@@ -370,54 +403,11 @@ def _plain(value: Any, folder: Path | None) -> Any:
         return value
     if not {"function", "instance"} & set(value):
         return {k: _plain(v, folder) for k, v in value.items()}
-    fn = _function(value["function"] if "function" in value else value["instance"], folder)
+    fn = functions.function(value["function"] if "function" in value else value["instance"], folder)
     keywords = {k: _plain(v, folder) for k, v in value["with"].items()}
     if "instance" in value:
         return fn(**keywords)
     return partial(fn, **keywords) if keywords else fn
-
-
-def _function(reference: str, folder: Path | None) -> Callable:
-    module_name, _, name = reference.rpartition(":")
-    if module_name.endswith(".py"):
-        path = Path(module_name)  # files beside it may be imported, so the original comes before the run's copy of it
-        module = load_module(path if path.is_file() or folder is None else folder / path.name)
-    else:
-        try:
-            module = importlib.import_module(module_name)
-        except Exception as error:
-            raise ValueError(f"{reference}: {error}; expected module:function") from error
-    if not hasattr(module, name):
-        own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
-        raise ValueError(f"{reference}: {module_name} has no {name!r}; {_nearest(name, own)}")
-    return getattr(module, name)
-
-
-def load_module(path: Path) -> pytypes.ModuleType:
-    """Run a Python file as a module, once; files beside it can be imported by name.
-
-    Raises ValueError when it isn't there, and with the line at which it fails.
-    """
-    path = Path(path).resolve()
-    if not path.is_file():
-        raise ValueError(f"experiment {path}: no such file")
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("__file__") == str(path):
-            return module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    name = str(path)  # two experiments may have one stem
-    module = pytypes.ModuleType(name)
-    module.__file__ = name
-    sys.modules[name] = module
-    try:
-        exec(compile(path.read_bytes(), name, "exec"), vars(module))
-    except Exception as error:
-        del sys.modules[name]
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == name]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else 0
-        raise ValueError(f"experiment {path}:{line}: {type(error).__name__}: {error}") from error
-    return module
 
 
 def load(path: Path | str, assignments: tuple[str, ...] = ()) -> Config:
@@ -429,7 +419,7 @@ def load(path: Path | str, assignments: tuple[str, ...] = ()) -> Config:
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(f"config {path}: {error}; expected the config.json of a run") from error
     else:
-        config = getattr(load_module(path), "CONFIG", None)
+        config = getattr(functions.load_module(path), "CONFIG", None)
         if not isinstance(config, Config):
             raise ValueError(f"experiment {path}: CONFIG is {config!r}; expected CONFIG = Config(…)")
     for assignment in assignments:

@@ -26,6 +26,7 @@ from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.batching import bucket, make_batch, with_advantages, with_weights
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config, Prime
+from jaxrl_llm.data import templates
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.optim import make_optimizer, schedule
 from jaxrl_llm.rollouts import Stream
@@ -51,7 +52,7 @@ def traces(task: Task, tokenizer: Tokenizer, prime: Prime, seed: int, start: int
     stream = Stream(task.train, seed)
     n = prime.traces_per_batch
     for batch in range(start, sum(s.batches for s in prime.stages)):
-        prompts, draws = stream.take(batch * n, n)
+        prompts, draws, _ = stream.take(batch * n, n)
         names = behaviours(prime, seed, batch)
         texts = tuple(task.trace(p, str(b), int(d)) for p, b, d in zip(prompts, names, draws, strict=True))
         asked = [tokenizer.encode(p.text) for p in prompts]
@@ -73,7 +74,8 @@ def _pad(rows: list[list[int]]) -> np.ndarray:
 def made_of(config: Config) -> dict[str, Any]:
     """The part of the config that makes the base policy, as JSON."""
     data = configs.to_json(replace(config, task=config.prime.task or config.task))
-    return {name: data[name] for name in ("model", "tokenizer", "prime", "task", "seed")}
+    made = {name: data[name] for name in ("model", "tokenizer", "prime", "task", "seed")}
+    return made | {"prompt": data["algorithm"]["prompt"]}
 
 
 def cache_key(config: Config) -> str:
@@ -145,7 +147,8 @@ def _train(
     tx: optax.GradientTransformation,
 ) -> tuple[TrainState, int]:
     recipe, total = config.prime, sum(s.batches for s in config.prime.stages)
-    task, tokenizer = (recipe.task or config.task)(), config.tokenizer()
+    task = templates.applied((recipe.task or config.task)(), config.algorithm.prompt)
+    tokenizer = config.tokenizer()
     if task.trace is None:
         raise ValueError("prime.task is without traces; expected a task with Task.trace, or prime=None")
     learning_rate = schedule(recipe.optimizer, total)

@@ -9,68 +9,32 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh
 
-from jaxrl_llm import batching, evals, losses, metrics, report, rollouts, sft, sharding, weights
 from jaxrl_llm import config as configs
-from jaxrl_llm.algorithms import call
+from jaxrl_llm import evals, metrics, report, rollouts, sft, weights
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config
-from jaxrl_llm.data.tokenizers import Tokenizer
-from jaxrl_llm.optim import make_optimizer, reset_moments, schedule
-from jaxrl_llm.rollouts import Scored, Stream
+from jaxrl_llm.learner import Learner, build, fresh_state, learn_batch, shaped_rewards, update, update_critic
+from jaxrl_llm.rollouts import Scored, Solved
 from jaxrl_llm.sampler.decode import Engine, push_weights
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.train_step import init_state, make_logprobs, make_train_step
-from jaxrl_llm.types import LENGTH, Batch, Reward, Rollouts, Task, TrainState
-
-_with_weights = jax.jit(batching.with_weights, static_argnums=(1, 2))
+from jaxrl_llm.types import LENGTH, TrainState
 
 
 @dataclass(frozen=True)
-class Learner:
-    """What a run's steps share: the config, what was built from it, and the compiled functions."""
+class Position:
+    """Where the host is. Prompts, samples and their keys follow from it and the seed alone."""
 
-    config: Config
-    task: Task
-    tokenizer: Tokenizer
-    mesh: Mesh
-    tx: optax.GradientTransformation
-    train_step: Callable
-    logprobs: Callable
-    learning_rate: optax.Schedule
-    ref_params: Any = None  # only when the algorithm has a reference policy
-
-
-def build(config: Config) -> Learner:
-    """Everything that a config stands for, before any parameter exists. Raises ValueError as `config.validate` does."""
-    configs.validate(config)
-    a, r = config.algorithm, config.rollout
-    tokenizer = config.tokenizer()
-    if tokenizer.size > config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size is {config.model.vocab_size}; expected at least {tokenizer.size} (tokenizer)"
-        )
-    updates = config.steps * a.updates_per_batch
-    tx = make_optimizer(config.optimizer, updates)
-    return Learner(
-        config,
-        config.task(),
-        tokenizer,
-        sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor),
-        tx,
-        make_train_step(config.model, a, tx, r.temperature, config.micro_batches),
-        make_logprobs(config.model, r.temperature, config.micro_batches),
-        schedule(config.optimizer, updates),
-    )
+    step: int = 0  # batches of rollouts behind us
+    draw: int = 0  # prompts handed out
+    solved: Solved = field(default_factory=dict)  # kept only if the order of prompts depends on it
 
 
 def make_engine(learner: Learner, params: Any) -> Engine:
@@ -92,69 +56,35 @@ def make_engine(learner: Learner, params: Any) -> Engine:
 # --- one step -----------------------------------------------------------------------------------------------------
 
 
-def sample_batch(learner: Learner, engine: Engine, draw: int, watch: metrics.Stopwatch) -> Scored:
-    """Groups of scored answers for one batch, from the prompts after the first `draw` on."""
-    r, seed = learner.config.rollout, learner.config.seed
-    stream = Stream(learner.task.train, seed)
+def sample_batch(learner: Learner, engine: Engine, at: Position, watch: metrics.Stopwatch) -> Scored:
+    """Groups of scored answers for one batch, from the prompts that come next."""
+    config = learner.config
+    r, a, seed = config.rollout, config.algorithm, config.seed
 
-    def one_round(draw: int) -> tuple[Rollouts, list[Reward]]:
-        prompts, draws = stream.take(draw, r.prompts)
+    def one_round(draw: int) -> rollouts.Round:
+        prompts, draws, places = learner.stream.take(draw, r.prompts, at.solved)
         with watch("rollout"):
             answers = rollouts.sample_groups(
                 engine, prompts, r.group_size, seed=seed, draws=draws, max_prompt_tokens=r.max_prompt_tokens
             )
+            answers = replace(answers, places=places)
         with watch("reward"):
-            return answers, rollouts.score(learner.task, answers)
+            rewards = rollouts.score(learner.task, answers)
+            return answers, rewards, shaped_rewards(config, answers, rewards, at.step)
 
-    keep = learner.config.algorithm.group_filter
-    return rollouts.sample_until_full(one_round, draw, r.prompts, keep, r.max_rounds)
-
-
-def shaped_rewards(config: Config, answers: Rollouts, rewards: tuple[Reward, ...]) -> np.ndarray:
-    """What the policy is trained on, float32 [B]: the verifier's values, signed and with a length term if so chosen."""
-    a = config.algorithm
-    values = np.array([r.value for r in rewards], np.float32)
-    if a.signed_reward:
-        values = 2 * values - 1
-    if a.length_reward is not None:
-        lengths = {"n_tokens": answers.lengths, "max_len": config.rollout.max_response_tokens}
-        values = values + np.asarray(call(a.length_reward, lengths), np.float32)
-    return values
+    return rollouts.sample_until_full(one_round, at.draw, r.prompts, a.group_filter, r.max_rounds, a.resample)
 
 
-def learn_batch(learner: Learner, params: Any, answers: Rollouts, rewards: np.ndarray) -> Batch:
-    """The batch on the mesh, with advantages and those log-probs that the algorithm needs."""
-    a = learner.config.algorithm
-    shape = batching.bucket(int(answers.prompt_lengths.max()) - 1), batching.bucket(int(answers.lengths.max()))
-    placed = sharding.batch_sharding(learner.mesh)
-    batch = batching.make_batch(answers, shape=shape, drop_truncated=a.overlong_filter, sharding=placed)
-    if a.updates_per_batch > 1 or (a.needs_reference and a.kl_in == "reward"):
-        batch = replace(batch, old_logp=learner.logprobs(params, batch))
-    if a.needs_reference:
-        batch = replace(batch, ref_logp=learner.logprobs(learner.ref_params, batch))
-        if a.kl_in == "reward":
-            penalty = losses.kl(batch.old_logp, batch.ref_logp, batch.mask, a.kl).sum(axis=1)
-            rewards = rewards - a.kl_coef * np.asarray(penalty)
-    groups = (-1, answers.group_size)
-    arrays = {"rewards": rewards.reshape(groups), "lengths": answers.lengths.reshape(groups)}
-    return batching.with_advantages(batch, call(a.advantage, arrays))
-
-
-def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
-    """The batch's optimiser steps, one a mini-batch of whole prompts; metrics are means, or maxima of maxima."""
-    a = learner.config.algorithm
-    max_len = a.norm_length or learner.config.rollout.max_response_tokens
-    if a.optimizer_reset:
-        state = replace(state, opt_state=reset_moments(state.opt_state))
-    minis = [batch] if a.updates_per_batch == 1 else batching.cut(batch, a.updates_per_batch)
-    taken = []
-    for i in range(a.updates_per_batch):
-        mini = minis[i] if isinstance(minis, list) else jax.tree.map(lambda x, i=i: x[i], minis)
-        state, m = learner.train_step(state, _with_weights(mini, a.norm, max_len))
-        taken.append(m)
-    taken = jax.device_get(taken)
-    reduce = lambda name: (np.max if name.startswith("max:") else np.mean)([m[name] for m in taken])
-    return state, {name.removeprefix("max:"): float(reduce(name)) for name in taken[0]}
+def moved_on(config: Config, at: Position, seen: Scored) -> Position:
+    """The position after a batch; what was solved is remembered if the order of prompts depends on it."""
+    a, solved = config.algorithm, dict(at.solved)
+    if a.prioritized or a.retire_above is not None:
+        correct = np.array([r.correct for r in seen.all_rewards]).reshape(-1, seen.rollouts.group_size)
+        places = np.concatenate([r.places for r in seen.all_rollouts]).tolist()
+        for place, group in zip(places, correct, strict=True):
+            n, right = solved.get(place, (0, 0))
+            solved[place] = n + len(group), right + int(group.sum())
+    return Position(at.step + 1, seen.draw, solved)
 
 
 def measure_rollouts(seen: Scored) -> dict[str, float]:
@@ -200,17 +130,25 @@ def sample_rows(seen: Scored, n: int) -> list[dict[str, Any]]:
 
 
 def one_step(
-    learner: Learner, state: TrainState, engine: Engine, draw: int
-) -> tuple[TrainState, Engine, Scored, dict[str, float]]:
-    """Sample, score, learn, push: the state and the sampler one step on, and what the step measured."""
+    learner: Learner, state: TrainState, engine: Engine, at: Position
+) -> tuple[TrainState, Engine, Position, Scored, dict[str, float]]:
+    """Sample, score, learn, push: the state and the sampler one step on, and what the step measured.
+
+    While the critic is pre-trained, the policy stays as it is.
+    """
     watch = metrics.Stopwatch()
+    critic = learner.config.algorithm.critic
+    learned: dict[str, float] = {}
     with watch("step"):
-        seen = sample_batch(learner, engine, draw, watch)
+        seen = sample_batch(learner, engine, at, watch)
         answers = seen.rollouts
         with watch("train"):
-            rewards = shaped_rewards(learner.config, answers, seen.rewards)
-            batch = learn_batch(learner, state.params, answers, rewards)
-            state, learned = update(learner, state, batch)
+            batch, state = learn_batch(learner, state, seen)
+            if critic is not None:
+                state, learned = update_critic(learner, state, batch)
+            if critic is None or at.step >= critic.pretrain:
+                state, policy = update(learner, state, batch)
+                learned |= policy
         with watch("push"):
             engine = push_weights(engine, state.params)
             jax.block_until_ready(engine.weights.params)
@@ -221,13 +159,13 @@ def one_step(
     row |= {f"perf/{stage}_s": s for stage, s in seconds.items()}
     row["perf/rollout_tokens_per_s"] = sampled / seconds["rollout"]
     row["perf/train_tokens_per_s"] = trained / seconds["train"]
-    return state, engine, seen, row
+    return state, engine, moved_on(learner.config, at, seen), seen, row
 
 
 # --- the run ------------------------------------------------------------------------------------------------------
 
 
-# What --resume may change: it alters no number of the run. (So may `steps`, unless the schedule depends on it.)
+# What --resume may change: it alters no number of the run. (So may `steps`, unless a schedule or a curriculum has it.)
 FREE_ON_RESUME = ("checkpoint.", "logged_samples", "rollout.max_rounds", "rollout.tokens_per_call")
 
 
@@ -257,7 +195,8 @@ def prepare_folder(config: Config, out: Path, resume: bool, source: Path | None)
     if resume:
         if not kept.is_file():
             raise ValueError(f"--resume: {kept} is missing; expected the folder of an earlier run")
-        free = FREE_ON_RESUME + (("steps",) if config.optimizer.schedule == "constant" else ())
+        steps_matter = config.optimizer.schedule != "constant" or config.rollout.difficulty is not None
+        free = FREE_ON_RESUME + (() if steps_matter else ("steps",))
         changed = [d for d in configs.differences(json.loads(kept.read_text()), data) if not d.startswith(free)]
         if changed:
             raise ValueError(f"--resume: the config differs from the run's in {'; '.join(changed)}")
@@ -283,9 +222,7 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
             base = sft.prime(config, out / "base", learner.mesh, stopping, print)
             if base is None:
                 return False
-        state = init_state(config.model, learner.tx, config.seed, learner.mesh)
-        if base is not None:
-            state = replace(state, params=base, opt_state=jax.jit(learner.tx.init)(base))
+        state = fresh_state(learner, base)
         if config.algorithm.needs_reference:
             learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
         checkpoints = Checkpoints(out / "checkpoints", config.checkpoint.keep)
@@ -295,46 +232,48 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
             checkpoints.close()
 
 
-def position(config: Config, draw: int) -> dict[str, Any]:
-    """Where the host is, for a checkpoint. Prompts, samples and their keys follow from the seed and `draw` alone."""
-    return {"draw": draw, "seed": config.seed, "config": configs.to_json(config)}
+def _host(config: Config, at: Position) -> dict[str, Any]:
+    """The position and the config, as a checkpoint keeps them."""
+    solved = {str(place): list(counts) for place, counts in at.solved.items()}
+    return {"draw": at.draw, "solved": solved, "seed": config.seed, "config": configs.to_json(config)}
 
 
 def _loop(
     learner: Learner, state: TrainState, out: Path, checkpoints: Checkpoints, resume: bool, stopping: Callable[[], bool]
 ) -> bool:
-    config = learner.config
+    config, total = learner.config, learner.config.total_steps
     found = checkpoints.restore(state, print) if resume else None
-    step, draw = (found.step, found.host["draw"]) if found else (0, 0)
-    state = found.state if found else state
+    at = Position()
+    if found:
+        solved = {int(place): tuple(counts) for place, counts in found.host["solved"].items()}
+        state, at = found.state, Position(found.step, found.host["draw"], solved)
     engine = make_engine(learner, state.params)
     with (
-        metrics.RunLog(out, step if found else None) as log,
-        metrics.Progress(config.steps - step, "training") as progress,
+        metrics.RunLog(out, at.step if found else None) as log,
+        metrics.Progress(total - at.step, "training") as progress,
     ):
         if not found:
             row = evaluate(learner, engine)
             log.log(0, row)
             progress.line(f"base policy: held-out accuracy {row['eval/accuracy']:.1%}")
         try:
-            while step < config.steps and not stopping():
-                state, engine, seen, row = one_step(learner, state, engine, draw)
-                step, draw = step + 1, seen.draw
-                row["lr"] = float(learner.learning_rate(step * config.algorithm.updates_per_batch - 1))
-                if step == config.steps or (config.evaluation.every and step % config.evaluation.every == 0):
+            while at.step < total and not stopping():
+                state, engine, at, seen, row = one_step(learner, state, engine, at)
+                row["lr"] = float(learner.learning_rate(max(0, int(state.step) - 1)))
+                if at.step == total or (config.evaluation.every and at.step % config.evaluation.every == 0):
                     row |= evaluate(learner, engine)
                 row["perf/compilations"] = metrics.compilations()
-                log.samples(step, sample_rows(seen, config.logged_samples))
-                log.log(step, row)
-                progress.line(metrics.step_line(step, config.steps, row))
+                log.samples(at.step, sample_rows(seen, config.logged_samples))
+                log.log(at.step, row)
+                progress.line(metrics.step_line(at.step, total, row))
                 progress.advance()
-                if step % config.checkpoint.every == 0:
-                    checkpoints.save(step, state, position(config, draw))
+                if at.step % config.checkpoint.every == 0:
+                    checkpoints.save(at.step, state, _host(config, at))
         finally:  # also when a reward raises or the group filter gives up; an update that failed has used up its state
-            if step and not any(x.is_deleted() for x in jax.tree.leaves(state)):
-                checkpoints.save(step, state, position(config, draw))
+            if at.step and not any(x.is_deleted() for x in jax.tree.leaves(state)):
+                checkpoints.save(at.step, state, _host(config, at))
             report.curves(out, title=out.name)
-    return step == config.steps
+    return at.step == total
 
 
 def prime_only(config: Config, out: Path, *, source: Path | None = None) -> dict[str, float] | None:
@@ -370,8 +309,7 @@ def load_policy(run: Path) -> tuple[Learner, Engine, int]:
     learner = build(configs.load(kept))
     with jax.set_mesh(learner.mesh):
         checkpoints = Checkpoints(run / "checkpoints", read_only=True)
-        like = init_state(learner.config.model, learner.tx, learner.config.seed, learner.mesh)
-        found = checkpoints.restore(like, lambda text: print(text, file=sys.stderr))
+        found = checkpoints.restore(fresh_state(learner), lambda text: print(text, file=sys.stderr))
         if found is None:
             raise ValueError(f"run {run}: no checkpoint; expected one under {run / 'checkpoints'}")
         return learner, make_engine(learner, found.state.params), found.step

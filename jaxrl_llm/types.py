@@ -75,6 +75,7 @@ class Rollouts:
     finish: np.ndarray  # str [B]
     texts: tuple[str, ...]  # B
     draws: np.ndarray  # int64 [P]: how many prompts had been handed out before this one
+    places: np.ndarray | None = None  # int64 [P]: where the prompts stand in `Task.train`, for what remembers prompts
 
     @property
     def group_size(self) -> int:
@@ -100,14 +101,22 @@ class Batch:
     sampler_logp: jax.Array | None = None  # float32 [B,T]
     old_logp: jax.Array | None = None  # float32 [B,T]; None: this is the batch's only update, old is the live one
     ref_logp: jax.Array | None = None  # float32 [B,T]
+    log_router_ratio: jax.Array | None = None  # float32 [B,T], nats; None: the model has no routers
+    selected: jax.Array | None = None  # bool [B,T]: tokens chosen for the loss, over the whole optimiser batch
+    correct: jax.Array | None = None  # bool [B]
+    values: jax.Array | None = None  # float32 [B,T]: the critic's, before its updates
+    returns: jax.Array | None = None  # float32 [B,T]: what the critic learns
     weights: jax.Array | None = None  # float32 [B,T], Σ over the optimiser batch of weights·x is the loss
+    nll_weights: jax.Array | None = None  # float32 [B,T], of −logp on correct responses
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that the train step reads and writes; a plain pytree, donated."""
+    """Everything that learning reads and writes; a plain pytree, of which a step donates the parts it changes."""
 
     params: Any
     opt_state: Any
     step: jax.Array  # int32 []: optimiser steps taken
+    critic: TrainState | None = None  # the value function's
+    memory: Any = None  # what the advantage remembers of each prompt

@@ -27,6 +27,14 @@ def batch(seed=0, spread=0.6, rows=12, columns=7):
     return logp, old, adv, mask
 
 
+def toy():
+    """Two responses, of three tokens and of two; A = +1 and −1."""
+    d = np.array([[0.1, -0.2, 0.6], [-0.5, 0.05, 0.3]], np.float32)
+    mask = np.array([[True, True, True], [True, True, False]])
+    old = np.full((2, 3), -1.0, np.float32)
+    return old + d, old, np.array([[1.0] * 3, [-1.0] * 3], np.float32), mask
+
+
 def log_router_ratios(mask, seed=0):
     """Log router ratios in nats, from 0 down to well below any floor."""
     return (-0.3 * np.random.default_rng(seed).exponential(size=mask.shape)).astype(np.float32)

@@ -1,14 +1,15 @@
 """The table of methods: rows that differ, functions that ask only for what the trainer has."""
 
+import json
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm import advantages, losses, rollouts
-from jaxrl_llm.algorithms import ALGORITHMS, Algorithm, call
+from jaxrl_llm import advantages, batching, config, corrections, losses, rollouts
+from jaxrl_llm.algorithms import ALGORITHMS, ARRAYS, Algorithm, Critic, call
 from jaxrl_llm.rewards import length
 
 GRPO = {"advantage": advantages.grpo, "loss": losses.ppo_clip, "norm": "token"}
@@ -22,23 +23,14 @@ def with_an_option(logp, adv, mask, surprise=2.0):
     return logp * surprise
 
 
-@pytest.mark.parametrize(
-    ("field", "known"),
-    [
-        ("advantage", "rewards, lengths"),
-        ("loss", "logp, old_logp, sampler_logp, adv, mask"),
-        ("correction", "old_logp, sampler_logp, mask"),
-        ("length_reward", "n_tokens, max_len"),
-        ("group_filter", "correct"),
-    ],
-)
-def test_an_array_that_the_trainer_does_not_have_is_an_error_at_construction(field, known):
+@pytest.mark.parametrize("field", ARRAYS)
+def test_an_array_that_the_trainer_does_not_have_is_an_error_at_construction(field):
     def fn(surprise):
         return surprise
 
+    known = ", ".join(ARRAYS[field])
     with pytest.raises(ValueError, match=f"algorithm.{field} asks for 'surprise'; the trainer has {known}$"):
         Algorithm(**{**GRPO, field: fn})
-    Algorithm(**{**GRPO, field: partial(fn, surprise=1.0)})  # a number of one's own is no array
 
 
 def test_what_belongs_to_another_function_is_unknown_too():
@@ -90,21 +82,6 @@ def test_call_leaves_what_a_partial_has_bound():
     assert call(partial(length.soft_overlong, cache_len=16, max_len=50), limit)[0] == -1
 
 
-def test_every_row_runs_on_what_the_trainer_has():
-    rng = np.random.default_rng(0)
-    floats = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    arrays = {name: floats(6, 5) for name in ("logp", "old_logp", "sampler_logp", "adv")}
-    arrays["mask"] = jnp.ones((6, 5), bool)
-    for name, a in ALGORITHMS.items():
-        assert call(a.advantage, {"rewards": floats(2, 3), "lengths": np.ones((2, 3))}).shape == (2, 3), name
-        assert call(a.loss, arrays).shape == (6, 5), name
-        if a.length_reward is not None:
-            assert call(a.length_reward, {"n_tokens": np.arange(6), "max_len": 8192}).shape == (6,), name
-        if a.group_filter is not None:
-            correct = np.array([[True, False, True], [True, True, True], [False, False, False]])
-            assert call(a.group_filter, {"correct": correct}).tolist() == [True, False, False], name
-
-
 def row(a):
     """A method with its partials opened, which compare by identity, and without its citation."""
     opened = lambda v: (v.func, sorted(v.keywords.items())) if isinstance(v, partial) else v
@@ -112,18 +89,75 @@ def row(a):
 
 
 def test_no_two_rows_are_equal_and_each_is_cited():
-    assert len(ALGORITHMS) >= 5
+    assert len(ALGORITHMS) == 37
     for (name, a), (other, b) in combinations(ALGORITHMS.items(), 2):
         assert row(a) != row(b), f"{name} and {other} are one method"
     assert all(a.paper for a in ALGORITHMS.values())
 
 
+def test_every_row_is_a_config_and_survives_json():
+    base = config.load("experiments/laptop_dapo.py")
+    short = {"length_reward": partial(length.soft_overlong, cache_len=16)}
+    for name, a in ALGORITHMS.items():
+        a = replace(a, **short) if name == "dapo" else a
+        rollout = replace(base.rollout, prompts=48)
+        whole = config.validate(replace(base, algorithm=a, rollout=rollout, micro_batches=1))
+        again = config.from_json(json.loads(json.dumps(config.to_json(whole))))
+        assert row(again.algorithm) == row(a), name
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bypass": True, "correction": corrections.tis}, "algorithm.bypass is True and algorithm.correction is set"),
+        ({"loss": losses.gspo, "correction": corrections.tis}, "algorithm.correction is tis; expected a correction of"),
+        ({"loss": partial(losses.gmpo, clip=0.3), "correction": partial(corrections.mis_token, high=2.0)}, "mis_token"),
+        ({"token_advantage": advantages.gae}, "algorithm.critic is None; expected it exactly when token_advantage"),
+        ({"critic": Critic()}, "algorithm.critic is set; expected it exactly when token_advantage names 'values'"),
+        ({"advantage": advantages.dcpo_sas}, "algorithm.memory is None; expected it exactly when advantage names"),
+        ({"loss": losses.clip_cov}, "algorithm.select is None; expected it exactly when loss names 'selected'"),
+    ],
+)
+def test_choices_that_do_not_go_together(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Algorithm(**{**GRPO, **fields})
+
+
+def test_corrections_of_whole_responses_go_with_losses_of_whole_responses():
+    for correction in (corrections.tis_sequence, corrections.veto, partial(corrections.opsm, delta=0.1)):
+        Algorithm(**{**GRPO, "loss": losses.gspo, "correction": correction})
+
+
+def test_old_log_probs_are_taken_only_when_they_can_differ():
+    assert not Algorithm(**GRPO).needs_old
+    assert not Algorithm(**GRPO, bypass=True, updates_per_batch=4).needs_old
+    for fields in (
+        {"updates_per_batch": 2},
+        {"epochs": 2},
+        {"phases": batching.lopti_phases},
+        {"token_advantage": advantages.reweight},
+        {"kl": "k1", "kl_coef": 0.1, "kl_in": "reward"},
+        {"loss": losses.kl_cov, "select": losses.select_cov},
+    ):
+        assert Algorithm(**{**GRPO, **fields}).needs_old, fields
+
+
 def test_rows_say_what_the_papers_say():
-    dapo, rloo, grpo = ALGORITHMS["dapo"], ALGORITHMS["rloo"], ALGORITHMS["grpo"]
-    assert (dapo.loss.keywords, dapo.norm) == ({"clip_low": 0.2, "clip_high": 0.28}, "token")
-    assert dapo.group_filter is rollouts.mixed
-    assert dapo.kl is None
-    assert (rloo.advantage, rloo.loss, rloo.kl_in) == (advantages.rloo, losses.reinforce, "reward")
-    assert (grpo.norm, grpo.kl, grpo.kl_coef) == ("sequence", "k3", 0.04)
-    assert ALGORITHMS["dr_grpo"].advantage is advantages.dr_grpo
-    assert ALGORITHMS["dr_grpo"].norm == "constant"
+    a = ALGORITHMS
+    assert (a["dapo"].loss.keywords, a["dapo"].norm) == ({"clip_low": 0.2, "clip_high": 0.28}, "token")
+    assert (a["dapo"].group_filter, a["dapo"].kl) == (rollouts.mixed, None)
+    assert (a["rloo"].advantage, a["rloo"].loss, a["rloo"].kl_in) == (advantages.rloo, losses.reinforce, "reward")
+    assert (a["grpo"].norm, a["grpo"].kl, a["grpo"].kl_coef) == ("sequence", "k3", 0.04)
+    assert (a["dr_grpo"].advantage, a["dr_grpo"].norm) == (advantages.dr_grpo, "constant")
+    assert {n for n, x in a.items() if x.critic is not None} == {"ppo", "a2c", "orz", "vapo"}
+    assert (a["orz"].critic.updates, a["orz"].steps_per_batch, a["orz"].token_advantage.keywords) == (12, 1, {"lam": 1})
+    assert (a["vapo"].critic.pretrain, a["vapo"].critic.lam, a["vapo"].nll_coef) == (50, 1, 0.1)
+    assert {n for n, x in a.items() if x.norm == "sequence"} >= {"grpo", "gspo", "gmpo", "sapo", "rspo", "opmd"}
+    assert {n for n, x in a.items() if x.norm == "constant" and x.norm_length == 1} >= {"reinforce", "rloo", "topr"}
+    assert (a["scalerl"].norm, a["scalerl"].bypass, a["scalerl"].retire_above) == ("prompt", True, 0.9)
+    assert (a["olmo3"].correction.keywords, a["olmo3"].retire_above) == ({"cap": 2.0}, 0.875)
+    assert (a["dcpo"].norm, a["opmd"].optimizer_reset, a["lopti"].steps_per_batch) == ("otm", True, 8)
+    signed = {n for n, x in a.items() if x.signed_reward}
+    assert signed == {"dapo", "topr", "reinforce_rej", "raft_pp"}
+    without_kl = {"gspo", "cispo", "dapo", "dr_grpo", "lite_ppo", "orz", "olmo3", "scalerl", "vapo", "gpg", "opmd"}
+    assert not any(a[n].needs_reference for n in without_kl)

@@ -16,7 +16,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxrl_llm import cli
+from jaxrl_llm import cli, functions
 from jaxrl_llm import config as configs
 
 EXPERIMENT = """
@@ -142,7 +142,7 @@ def experiment(tmp_path):
 @pytest.fixture
 def module(experiment):
     """The experiment as the commands of this process will find it: its hooks can be set."""
-    return configs.load_module(experiment)
+    return functions.load_module(experiment)
 
 
 def rows(run):

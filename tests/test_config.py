@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm import advantages, losses, rollouts
+from jaxrl_llm import advantages, functions, losses, rollouts
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import ALGORITHMS, Algorithm
 from jaxrl_llm.config import Checkpoint, Config, Evaluation, Mesh, Prime, Rollout, Stage, override, validate
@@ -381,7 +381,7 @@ def test_two_experiments_of_one_name_stay_two(tmp_path):
         file = tmp_path / folder / "same.py"
         file.parent.mkdir()
         file.write_text(f"FACTOR = {factor}\n\ndef reward(prompt, text):\n    return FACTOR\n")
-        found.append(configs.load_module(file).reward)
+        found.append(functions.load_module(file).reward)
     task = lambda reward: replace(BASE, task=partial(datasets.jsonl, path="x", reward=reward))
     assert [through_json(task(f)).task.keywords["reward"](0, "") for f in found] == [2, 3]
 

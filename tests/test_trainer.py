@@ -4,12 +4,11 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxrl_llm import advantages, batching, losses, rollouts, trainer
-from jaxrl_llm.algorithms import ALGORITHMS, Algorithm
+from jaxrl_llm import learner as learner_module
+from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.config import Config, Rollout
 from jaxrl_llm.data import tasks
 from jaxrl_llm.models.transformer import ModelConfig
@@ -56,6 +55,19 @@ def rollouts_of(lengths, finish=None, prompts=2, limit=10):
     )
 
 
+def scored(answers, rewards):
+    """As if nothing but these answers had been sampled."""
+    rewards = np.asarray(rewards, np.float32)
+    verdicts = tuple(Reward(float(v), bool(c)) for v, c in zip(rewards, rewards > 0, strict=True))
+    kept = np.ones(len(answers.prompts), bool)
+    return Scored(answers, verdicts, rewards, kept, len(kept), 1, (answers,), verdicts)
+
+
+def learn(learner, state, answers, rewards):
+    """The batch that the update gets."""
+    return learner_module.learn_batch(learner, state, scored(answers, rewards))[0]
+
+
 def counting(learner):
     """The learner with a log-prob pass that notes whose parameters it was given."""
     calls = []
@@ -73,7 +85,7 @@ REWARDS = np.array([1.0, 0.0, 0.0, 1.0], np.float32)
 def test_no_log_prob_pass_that_the_algorithm_does_not_need():
     learner, state = build()
     learner, calls = counting(learner)
-    batch = trainer.learn_batch(learner, state.params, rollouts_of([3, 4, 5, 6]), REWARDS)
+    batch = learn(learner, state, rollouts_of([3, 4, 5, 6]), REWARDS)
     assert calls == []
     assert batch.old_logp is None
     assert batch.ref_logp is None
@@ -82,7 +94,7 @@ def test_no_log_prob_pass_that_the_algorithm_does_not_need():
 def test_no_reference_pass_when_beta_is_0():
     learner, state = build(algorithm=replace(PLAIN, kl="k3", kl_coef=0.0, updates_per_batch=2))
     learner, calls = counting(learner)
-    batch = trainer.learn_batch(learner, state.params, rollouts_of([3, 4, 5, 6]), REWARDS)
+    batch = learn(learner, state, rollouts_of([3, 4, 5, 6]), REWARDS)
     assert len(calls) == 1  # the old policy's, for the second update
     assert batch.ref_logp is None
 
@@ -92,7 +104,7 @@ def test_old_log_probs_are_the_live_policy_s_and_reference_ones_the_reference_s(
     other = jax.tree.map(lambda x: 1.5 * x, state.params)
     learner = replace(learner, ref_params=other)
     answers = rollouts_of([3, 4, 5, 6])
-    batch = trainer.learn_batch(learner, state.params, answers, REWARDS)
+    batch = learn(learner, state, answers, REWARDS)
     for params, got in ((state.params, batch.old_logp), (other, batch.ref_logp)):
         want, _ = response_logprobs(CONFIG.model, params, batch, CONFIG.rollout.temperature)
         np.testing.assert_allclose(np.where(batch.mask, got, 0), np.where(batch.mask, want, 0), atol=1e-6)
@@ -102,28 +114,26 @@ def test_old_log_probs_are_the_live_policy_s_and_reference_ones_the_reference_s(
 
 def test_log_prob_pass_in_micro_batches_is_the_same():
     learner, state = build()
-    batch = trainer.learn_batch(learner, state.params, rollouts_of([3, 4, 5, 6, 7, 2, 1, 8], prompts=4), np.ones(8))
-    whole, parts = (make_logprobs(CONFIG.model, 0.7, n)(state.params, batch) for n in (1, 4))
+    batch = learn(learner, state, rollouts_of([3, 4, 5, 6, 7, 2, 1, 8], prompts=4), np.ones(8))
+    whole, parts = (make_logprobs(CONFIG.model, 0.7, n)(state.params, batch)[0] for n in (1, 4))
     np.testing.assert_allclose(np.where(batch.mask, whole, 0), np.where(batch.mask, parts, 0), atol=1e-6)
 
 
 def test_the_second_update_is_off_policy_and_old_log_probs_follow_the_weights():
     learner, state = build(algorithm=replace(PLAIN, updates_per_batch=2))
     answers = rollouts_of([3, 4, 5, 6])
-    first = trainer.learn_batch(learner, state.params, answers, REWARDS)
+    first = learn(learner, state, answers, REWARDS)
     state, row = trainer.update(learner, state, first)
     assert int(state.step) == 2
     assert row["ratio/max"] > 1.01
     assert row["kl/old"] > 0
-    second = trainer.learn_batch(learner, state.params, answers, REWARDS)
+    second = learn(learner, state, answers, REWARDS)
     assert np.abs(np.where(first.mask, first.old_logp - second.old_logp, 0)).max() > 1e-3
 
 
 def test_one_update_is_on_policy():
     learner, state = build()
-    _, row = trainer.update(
-        learner, state, trainer.learn_batch(learner, state.params, rollouts_of([3, 4, 5, 6]), REWARDS)
-    )
+    _, row = trainer.update(learner, state, learn(learner, state, rollouts_of([3, 4, 5, 6]), REWARDS))
     assert row["ratio/mean"] == row["ratio/max"] == 1
     assert row["clip/low"] == row["clip/high"] == row["kl/old"] == 0
     assert row["grad_norm"] > 0
@@ -132,7 +142,7 @@ def test_one_update_is_on_policy():
 def test_clipped_tokens_are_counted_on_their_side():
     learner, state = build(algorithm=replace(PLAIN, loss=partial(losses.ppo_clip, clip_low=0.1, clip_high=0.1)))
     answers = rollouts_of([5, 5, 5, 5])
-    batch = trainer.learn_batch(learner, state.params, answers, REWARDS)
+    batch = learn(learner, state, answers, REWARDS)
     logp, _ = response_logprobs(CONFIG.model, state.params, batch, 0.7)
     shift = np.zeros(batch.mask.shape, np.float32)
     shift[0, 0] = -0.5  # A > 0, ratio e^.5: clipped above
@@ -148,7 +158,7 @@ def test_kl_in_the_reward_lowers_the_reward_by_the_summed_k1():
     algorithm = Algorithm(advantages.raw, losses.reinforce, "token", kl="k1", kl_coef=0.1, kl_in="reward")
     learner, state = build(algorithm=algorithm)
     learner = replace(learner, ref_params=jax.tree.map(lambda x: 1.5 * x, state.params))
-    batch = trainer.learn_batch(learner, state.params, rollouts_of([3, 4, 5, 6]), REWARDS)
+    batch = learn(learner, state, rollouts_of([3, 4, 5, 6]), REWARDS)
     k1 = np.where(batch.mask, batch.old_logp - batch.ref_logp, 0).sum(axis=1)
     np.testing.assert_allclose(np.asarray(batch.adv)[:, 0], REWARDS - 0.1 * k1, rtol=1e-5)
 
@@ -156,15 +166,15 @@ def test_kl_in_the_reward_lowers_the_reward_by_the_summed_k1():
 def test_rewards_are_signed_and_punished_for_tokens_not_characters():
     algorithm = replace(PLAIN, signed_reward=True, length_reward=partial(soft_overlong, cache_len=4))
     config = replace(CONFIG, algorithm=algorithm)
-    rewards = tuple(Reward(v, v > 0) for v in (1, 0, 1, 0))  # ints, which an integer array would have cut
-    got = trainer.shaped_rewards(config, rollouts_of([6, 7, 9, 10]), rewards)
+    rewards = [Reward(v, v > 0) for v in (1, 0, 1, 0)]  # ints, which an integer array would have cut
+    got = trainer.shaped_rewards(config, rollouts_of([6, 7, 9, 10]), rewards, 0)
     np.testing.assert_allclose(got, [1, -1.25, 0.25, -2], rtol=1e-6)
     assert got.dtype == np.float32
 
 
 def test_truncated_answers_leave_the_loss_but_count_in_their_group():
     learner, state = build(algorithm=replace(PLAIN, advantage=advantages.dr_grpo, overlong_filter=True))
-    batch = trainer.learn_batch(learner, state.params, rollouts_of([3, 10, 5, 6]), np.array([1, 0, 0, 0], np.float32))
+    batch = learn(learner, state, rollouts_of([3, 10, 5, 6]), np.array([1, 0, 0, 0], np.float32))
     assert np.asarray(batch.mask).sum(axis=1).tolist() == [3, 0, 5, 6]
     assert np.asarray(batch.adv)[0, 0] == 0.5
 
@@ -173,7 +183,7 @@ def test_the_optimiser_is_reset_for_every_batch_when_asked():
     counts = []
     for reset in (False, True):
         learner, state = build(algorithm=replace(PLAIN, optimizer_reset=reset))
-        batch = trainer.learn_batch(learner, state.params, rollouts_of([3, 4, 5, 6]), REWARDS)
+        batch = learn(learner, state, rollouts_of([3, 4, 5, 6]), REWARDS)
         for _ in range(3):
             state, _ = trainer.update(learner, state, batch)
         adam = state.opt_state[1][0]  # of the chain: clipping, then AdamW, whose first part this is
@@ -184,7 +194,7 @@ def test_the_optimiser_is_reset_for_every_batch_when_asked():
 def test_rollout_metrics_by_hand():
     answers = rollouts_of([2, 4, 10, 6])
     rewards = tuple(Reward(v, c) for v, c in ((1.0, True), (0.5, False), (0.0, False), (0.0, False)))
-    row = trainer.measure_rollouts(Scored(answers, rewards, 2, 1, (answers,), rewards))
+    row = trainer.measure_rollouts(replace(scored(answers, [0] * 4), rewards=rewards, all_rewards=rewards))
     want = {
         "reward/mean": 0.375, "accuracy": 0.25, "groups/all_correct": 0.0, "groups/all_wrong": 0.5,
         "length/mean": 5.5, "length/max": 10.0, "length/correct": 2.0, "length/wrong": 20 / 3, "truncated": 0.25,
@@ -193,28 +203,8 @@ def test_rollout_metrics_by_hand():
     assert row.keys() == want.keys()
     for name, value in want.items():
         np.testing.assert_allclose(row[name], value, rtol=1e-6, err_msg=name)
-    nothing = trainer.measure_rollouts(Scored(answers, rewards, 2, 1, (answers,), (Reward(0.0, False),) * 4))
+    nothing = trainer.measure_rollouts(scored(answers, [0] * 4))
     assert np.isnan(nothing["length/correct"])
-
-
-@pytest.mark.parametrize("name", ["reinforce", "rloo", "grpo", "dr_grpo", "dapo"])
-def test_every_method_takes_a_step_of_the_whole_loop(name):
-    changes = {"group_filter": None, "updates_per_batch": 2, "length_reward": None} if name == "dapo" else {}
-    learner, state = build(algorithm=replace(ALGORITHMS[name], **changes))
-    learner = replace(learner, task=replace(learner.task, reward=lambda p, text, f: Reward(len(text) % 2, False)))
-    with jax.set_mesh(learner.mesh):
-        if learner.config.algorithm.needs_reference:
-            learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
-        engine = trainer.make_engine(learner, state.params)
-        before = jax.device_get(state.params)
-        state, engine, seen, row = trainer.one_step(learner, state, engine, 0)
-    assert seen.draw == 4
-    assert engine.weights.version == 1
-    assert row["gap/max"] < 1e-5
-    assert row["skipped"] == 0
-    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before, jax.device_get(state.params))
-    assert all(jax.tree.leaves(moved))
-    assert {"perf/rollout_s", "perf/reward_s", "perf/train_s", "perf/step_s", "entropy", "loss"} <= row.keys()
 
 
 def test_w_is_the_mini_batch_s():
@@ -235,7 +225,8 @@ def test_dynamic_sampling_asks_until_groups_are_mixed():
     coin = lambda p, text, f: Reward(0.5, len(text) % 2 == 0)
     learner = replace(learner, task=replace(learner.task, reward=coin))
     with jax.set_mesh(learner.mesh):
-        seen = trainer.sample_batch(learner, trainer.make_engine(learner, state.params), 3, trainer.metrics.Stopwatch())
+        engine, at = trainer.make_engine(learner, state.params), trainer.Position(draw=3)
+        seen = trainer.sample_batch(learner, engine, at, trainer.metrics.Stopwatch())
     groups = np.array([r.correct for r in seen.rewards]).reshape(-1, 2)
     assert rollouts.mixed(correct=groups).all()
     assert seen.draw == 3 + 4 * seen.rounds
