@@ -8,10 +8,10 @@ A group whose rewards are equal up to float noise carries no signal: where a bas
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Real
 
-AnyArray = Array | np.ndarray
+from jaxrl_llm.types import AnyArray, expect
+
 Rewards = Real[AnyArray, "P G"]
 Group = Float[Array, "P G"]
 Tokens = Real[AnyArray, "B T"]
@@ -21,7 +21,7 @@ Mask = Bool[AnyArray, "B T"]
 NOISE = 1e-6
 
 
-# --- within a group -----------------------------------------------------------------------------------------------
+# --- within a group
 
 
 def raw(rewards: Rewards) -> Group:
@@ -42,8 +42,8 @@ def grpo(rewards: Rewards, *, eps: float = 1e-6, ddof: int = 1) -> Group:
     eps >= 0: in units of reward, outside the root;  ddof: 1 divides the variance by G−1, 0 by G.
     GRPO, arXiv 2402.03300.
     """
-    _expect(ddof in (0, 1), "ddof", ddof, "0 or 1")
-    _expect(eps >= 0, "eps", eps, "a number >= 0")
+    expect(ddof in (0, 1), "ddof", ddof, "0 or 1")
+    expect(eps >= 0, "eps", eps, "a number >= 0")
     group = rewards.shape[1]
     if group == 1:
         return raw(rewards)
@@ -78,11 +78,11 @@ def rloo(rewards: Rewards) -> Group:
 def lite_ppo(rewards: Rewards, *, eps: float = 1e-6) -> Group:
     """Centred within the group, scaled by the whole batch: the spread of a few easy answers blows nothing up.
 
-        A = (R − mean_group R) / (std_batch R + eps)         std over all P·G rewards, with P·G−1
+        A = (R − mean_group R) / (std_batch R + eps)         std over the whole batch, with P·G−1
 
     eps >= 0: in units of reward.  Lite PPO, arXiv 2508.08221.
     """
-    _expect(eps >= 0, "eps", eps, "a number >= 0")
+    expect(eps >= 0, "eps", eps, "a number >= 0")
     return _scaled(_centred(rewards)[0], jnp.asarray(rewards, jnp.float32), None, eps)
 
 
@@ -94,7 +94,7 @@ def scalerl(rewards: Rewards, *, eps: float = 1e-6, kept: Bool[AnyArray, "P"] | 
     eps >= 0: in units of reward;  kept: [P], False on groups that the filter has dropped; they get 0.
     ScaleRL, arXiv 2510.13786.
     """
-    _expect(eps >= 0, "eps", eps, "a number >= 0")
+    expect(eps >= 0, "eps", eps, "a number >= 0")
     centred = _centred(rewards)[0]
     return _scaled(centred, centred, kept, eps)
 
@@ -140,7 +140,7 @@ def maxrl(rewards: Rewards, *, eps: float = 1e-6) -> Group:
 
     Rewards should be >= 0;  eps >= 0: in units of reward.  MaxRL, arXiv 2602.02710.
     """
-    _expect(eps >= 0, "eps", eps, "a number >= 0")
+    expect(eps >= 0, "eps", eps, "a number >= 0")
     centred, constant = _centred(rewards)
     mean = jnp.mean(raw(rewards), axis=1, keepdims=True)
     return centred / jnp.where(constant, 1.0, mean + eps)
@@ -168,7 +168,7 @@ def opmd(rewards: Rewards, *, tau: float | None = None) -> Group:
 
     tau > 0: in units of reward, None for the mean.  Kimi k1.5, arXiv 2501.12599.
     """
-    _expect(tau is None or tau > 0, "tau", tau, "None or a number > 0")
+    expect(tau is None or tau > 0, "tau", tau, "None or a number > 0")
     centred, constant = _centred(rewards)
     if tau is None:
         return centred
@@ -188,12 +188,12 @@ def gpg(rewards: Rewards) -> Group:
     return centred * (rewards.shape[0] / jnp.maximum(alive, 1))
 
 
-# --- with a memory for each prompt --------------------------------------------------------------------------------
+# --- with a memory for each prompt
 
 
 def dcpo_sas_init(n_prompts: int) -> dict[str, Float[Array, "N"]]:
     """What `dcpo_sas` remembers of each prompt: rewards seen, their mean, their squared deviations from it."""
-    _expect(n_prompts >= 1, "n_prompts", n_prompts, "at least 1")
+    expect(n_prompts >= 1, "n_prompts", n_prompts, "at least 1")
     return {name: jnp.zeros(n_prompts, jnp.float32) for name in ("count", "mean", "m2")}
 
 
@@ -215,8 +215,8 @@ def dcpo_sas(
     twice is visited twice. i counts visits of G responses. eps, ddof: as in `grpo`.
     Returns advantages and the new state.  DCPO, arXiv 2509.02333.
     """
-    _expect(ddof in (0, 1), "ddof", ddof, "0 or 1")
-    _expect(eps >= 0, "eps", eps, "a number >= 0")
+    expect(ddof in (0, 1), "ddof", ddof, "0 or 1")
+    expect(eps >= 0, "eps", eps, "a number >= 0")
     group = rewards.shape[1]
     spread = lambda m2, n: jnp.sqrt(m2 / jnp.maximum(n - ddof, 1)) + eps
 
@@ -241,7 +241,7 @@ def dcpo_sas(
     return adv, state
 
 
-# --- token by token -----------------------------------------------------------------------------------------------
+# --- token by token
 
 
 def token_rewards(rewards: Real[AnyArray, "B"], kl: Tokens, mask: Mask, *, beta: float = 0.0) -> Float[Array, "B T"]:
@@ -295,9 +295,9 @@ def gae(
     rewards: r [B,T] per token;  values: V [B,T], before the token is drawn;  gamma in [0,1];  lam: λ in [0,1], a
     number or one per response [B].  Returns (A, returns).  arXiv 1506.02438.
     """
-    _expect(0 <= gamma <= 1, "gamma", gamma, "a number in [0, 1]")
+    expect(0 <= gamma <= 1, "gamma", gamma, "a number in [0, 1]")
     if isinstance(lam, int | float):
-        _expect(0 <= lam <= 1, "lam", lam, "a number in [0, 1]")
+        expect(0 <= lam <= 1, "lam", lam, "a number in [0, 1]")
     m, r, v = jnp.asarray(mask), _masked(rewards, mask), _masked(values, mask)
     decay = jnp.broadcast_to(gamma * jnp.asarray(lam, jnp.float32), (m.shape[0],))
 
@@ -319,7 +319,7 @@ def length_adaptive_lambda(lengths: Real[AnyArray, "B"], *, alpha: float = 0.05)
 
     lengths: n [B], tokens;  alpha > 0.  VAPO, arXiv 2504.05118.
     """
-    _expect(alpha > 0, "alpha", alpha, "a number > 0")
+    expect(alpha > 0, "alpha", alpha, "a number > 0")
     n = jnp.maximum(jnp.asarray(lengths, jnp.float32), 1e-3)
     return jnp.maximum(0.0, 1.0 - 1.0 / (alpha * n))
 
@@ -343,7 +343,7 @@ def whiten(x: Tokens, mask: Mask, *, eps: float = 1e-8) -> Float[Array, "B T"]:
 
     eps >= 0: in squared units of x, inside the root.
     """
-    _expect(eps >= 0, "eps", eps, "a number >= 0")
+    expect(eps >= 0, "eps", eps, "a number >= 0")
     x, n = _masked(x, mask), jnp.sum(mask)
     low, high = jnp.min(jnp.where(mask, x, jnp.inf)), jnp.max(jnp.where(mask, x, -jnp.inf))
     constant = ~(high - low > NOISE * jnp.maximum(1.0, jnp.maximum(jnp.abs(low), jnp.abs(high))))
@@ -359,12 +359,12 @@ def reweight(adv: Tokens, old_logp: Tokens, *, alpha: float = 0.3) -> Float[Arra
 
     alpha in [0, 1]. Tokens of advantage 0 stay 0.  Advantage reweighting, arXiv 2505.12929.
     """
-    _expect(0 <= alpha <= 1, "alpha", alpha, "a number in [0, 1]")
+    expect(0 <= alpha <= 1, "alpha", alpha, "a number in [0, 1]")
     a = jnp.asarray(adv, jnp.float32)
     return jnp.where(a == 0, 0.0, (alpha * jnp.exp(jnp.asarray(old_logp, jnp.float32)) + 1 - alpha) * a)
 
 
-# --- what they share ----------------------------------------------------------------------------------------------
+# --- what they share
 
 
 def _centred(rewards: Rewards) -> tuple[Group, Bool[Array, "P 1"]]:
@@ -389,8 +389,3 @@ def _scaled(x: Group, of: Group, kept: Bool[AnyArray, "P"] | None, eps: float) -
 def _masked(x: Tokens, mask: Mask) -> Float[Array, "B T"]:
     """x in float32 with 0 under the mask."""
     return jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0)
-
-
-def _expect(ok: bool, name: str, value: object, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r}: expected {expected}")

@@ -12,11 +12,11 @@ A bound out of its range is a ValueError.
 """
 
 import jax.numpy as jnp
-import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
-AnyArray = Array | np.ndarray
+from jaxrl_llm.types import AnyArray, expect
+
 In = Float[AnyArray, "B T"]
 Mask = Bool[AnyArray, "B T"]
 Out = Float[Array, "B T"]
@@ -31,7 +31,7 @@ def tis(old_logp: In, sampler_logp: In, mask: Mask, *, cap: float = 2.0) -> Out:
 
     cap > 0.  Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
-    _expect(cap > 0, "cap", cap, "a number > 0")
+    expect(cap > 0, "cap", cap, "a number > 0")
     return _on(mask, jnp.minimum(_rho(old_logp, sampler_logp, mask), cap))
 
 
@@ -42,7 +42,7 @@ def tis_sequence(old_logp: In, sampler_logp: In, mask: Mask, *, cap: float = 2.0
 
     cap > 0.
     """
-    _expect(cap > 0, "cap", cap, "a number > 0")
+    expect(cap > 0, "cap", cap, "a number > 0")
     return _on(mask, jnp.minimum(_product(old_logp, sampler_logp, mask), cap))
 
 
@@ -89,7 +89,7 @@ def k3_rejection(old_logp: In, sampler_logp: In, mask: Mask, *, max_k3: float = 
 
     The mean estimates KL(sampler ‖ learner), the tokens being the sampler's.  max_k3 >= 0: nats per token.
     """
-    _expect(max_k3 >= 0, "max_k3", max_k3, "a number >= 0")
+    expect(max_k3 >= 0, "max_k3", max_k3, "a number >= 0")
     return _on(mask, (_mean(_k3(_log_rho(old_logp, sampler_logp, mask)), mask) <= max_k3).astype(jnp.float32))
 
 
@@ -167,7 +167,7 @@ def mismatch_report(old_logp: In, sampler_logp: In, mask: Mask, c: In | None = N
     return {name: jnp.asarray(x, jnp.float32) for name, x in report.items()}
 
 
-# --- what they share ----------------------------------------------------------------------------------------------
+# --- what they share
 
 
 def _log_rho(old_logp: In, sampler_logp: In, mask: Mask) -> Out:
@@ -199,10 +199,5 @@ def _on(mask: Mask, c: Array) -> Out:
 
 
 def _check_bounds(low: float, high: float) -> None:
-    _expect(low >= 0, "low", low, "a number >= 0")
-    _expect(high >= low, "high", high, f"a number >= low={low!r}")
-
-
-def _expect(ok: bool, name: str, value: object, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r}: expected {expected}")
+    expect(low >= 0, "low", low, "a number >= 0")
+    expect(high >= low, "high", high, f"a number >= low={low!r}")

@@ -18,11 +18,11 @@ from math import log
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
-AnyArray = Array | np.ndarray
+from jaxrl_llm.types import AnyArray, expect
+
 In = Float[AnyArray, "B T"]
 Mask = Bool[AnyArray, "B T"]
 Out = Float[Array, "B T"]
@@ -33,7 +33,7 @@ LOG_RATIO_LIMIT = 80.0
 KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+", "abs")
 
 
-# --- token by token -----------------------------------------------------------------------------------------------
+# --- token by token
 
 
 def reinforce(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
@@ -102,9 +102,9 @@ def dcpo(
     eps_low, eps_high >= 0: bounds of |r−1|·r·q;  ratio_cap >= 1;  dual_clip > 1 or None as in `ppo_clip`.
     DCPO, arXiv 2509.02333.
     """
-    _expect(eps_low >= 0, "eps_low", eps_low, "a number >= 0")
-    _expect(eps_high >= 0, "eps_high", eps_high, "a number >= 0")
-    _expect(ratio_cap >= 1, "ratio_cap", ratio_cap, "a number >= 1")
+    expect(eps_low >= 0, "eps_low", eps_low, "a number >= 0")
+    expect(eps_high >= 0, "eps_high", eps_high, "a number >= 0")
+    expect(ratio_cap >= 1, "ratio_cap", ratio_cap, "a number >= 1")
     _check_dual_clip(dual_clip)
     a = _masked(stop_gradient(adv), mask)
     ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
@@ -122,8 +122,8 @@ def cispo(logp: In, old_logp: In, adv: In, mask: Mask, *, ratio_max: float = 5.0
     ratio_min, ratio_max: absolute bounds of the ratio (not distances from 1), 0 <= ratio_min <= ratio_max.
     CISPO (MiniMax-M1), arXiv 2506.13585; a cap of 5 as in ScaleRL, 2510.13786.
     """
-    _expect(ratio_min >= 0, "ratio_min", ratio_min, "a number >= 0")
-    _expect(ratio_max >= ratio_min, "ratio_max", ratio_max, f"a number >= ratio_min={ratio_min!r}")
+    expect(ratio_min >= 0, "ratio_min", ratio_min, "a number >= 0")
+    expect(ratio_max >= ratio_min, "ratio_max", ratio_max, f"a number >= ratio_min={ratio_min!r}")
     ratio = jnp.exp(_log_ratio(stop_gradient(logp), old_logp, mask))
     return jnp.clip(ratio, ratio_min, ratio_max) * reinforce(logp, old_logp, adv, mask)
 
@@ -135,8 +135,8 @@ def sapo(logp: In, old_logp: In, adv: In, mask: Mask, *, tau_pos: float = 1.0, t
 
     tau_pos, tau_neg > 0: the gate's steepness.  SAPO, arXiv 2511.20347.
     """
-    _expect(tau_pos > 0, "tau_pos", tau_pos, "a number > 0")
-    _expect(tau_neg > 0, "tau_neg", tau_neg, "a number > 0")
+    expect(tau_pos > 0, "tau_pos", tau_pos, "a number > 0")
+    expect(tau_neg > 0, "tau_neg", tau_neg, "a number > 0")
     a = _masked(stop_gradient(adv), mask)
     tau = jnp.where(a > 0, tau_pos, tau_neg)
     ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
@@ -156,7 +156,7 @@ def topr(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
     return jnp.where(good, 1.0, taper) * reinforce(logp, old_logp, adv, mask)
 
 
-# --- response by response -----------------------------------------------------------------------------------------
+# --- response by response
 
 
 def gspo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Out:
@@ -191,7 +191,7 @@ def gmpo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip: float = 0.4) -> O
 
     Clipped tokens have no gradient and still count in the mean.  clip > 0: in nats.  GMPO, arXiv 2507.20673.
     """
-    _expect(clip > 0, "clip", clip, "a number > 0")
+    expect(clip > 0, "clip", clip, "a number > 0")
     d = _log_ratio(logp, old_logp, mask)
     a = _mean(stop_gradient(adv), mask)
     clipped = jnp.where((a > 0) & (d > clip), clip, jnp.where((a < 0) & (d < -clip), -clip, d))
@@ -208,7 +208,7 @@ def rspo(
     Since d + log γ = logp − (old_logp − log γ), the same shift of old_logp plugs γ into any other loss.
     log_router_ratio: [B,T], <= 0, nats; 0 where the routers agree;  gamma_min in (0, 1].  RSPO, arXiv 2510.23027 v2.
     """
-    _expect(0 < gamma_min <= 1, "gamma_min", gamma_min, "a number in (0, 1]")
+    expect(0 < gamma_min <= 1, "gamma_min", gamma_min, "a number in (0, 1]")
     log_gamma = jnp.maximum(_masked(stop_gradient(log_router_ratio), mask), log(gamma_min))
     return gmpo(logp, _masked(old_logp, mask) - log_gamma, adv, mask, clip=clip)
 
@@ -220,13 +220,13 @@ def opmd(logp: In, old_logp: In, adv: In, mask: Mask, *, tau: float = 0.1) -> Ou
 
     The log ratio is summed over the response and then squared.  tau >= 0: its weight.  arXiv 2501.12599.
     """
-    _expect(tau >= 0, "tau", tau, "a number >= 0")
+    expect(tau >= 0, "tau", tau, "a number >= 0")
     total = lambda x: jnp.sum(x, axis=1, keepdims=True)
     leash = total(_log_ratio(logp, old_logp, mask)) ** 2
     return _on_tokens(-_mean(stop_gradient(adv), mask) * total(_masked(logp, mask)) + tau / 2 * leash, mask)
 
 
-# --- chosen tokens ------------------------------------------------------------------------------------------------
+# --- chosen tokens
 
 
 def clip_cov(
@@ -248,7 +248,7 @@ def kl_cov(logp: In, old_logp: In, adv: In, mask: Mask, *, selected: Mask, coef:
 
     selected: of `select_cov`;  coef >= 0.  KL-Cov, arXiv 2505.22617.
     """
-    _expect(coef >= 0, "coef", coef, "a number >= 0")
+    expect(coef >= 0, "coef", coef, "a number >= 0")
     d = _log_ratio(logp, old_logp, mask)
     return -jnp.exp(d) * _masked(stop_gradient(adv), mask) + jnp.where(selected, coef * _abs(d), 0.0)
 
@@ -268,18 +268,19 @@ def select_cov(
 
         cov = (A − mean A)·(logp − mean logp),   k = max(1, round(frac·Σ mask)),   means over all trained tokens
 
-    Candidates have low < cov < high where given and are `eligible`. With a `key`, k of them are drawn; without, the k
-    of largest cov are taken, earlier tokens first among equals. All of them where they are fewer than k.
+    Candidates have low < cov < high where given and are `eligible`. Between bounds, a `key` draws k of them; otherwise
+    the k of largest cov are taken, earlier tokens first among equals. All of them where they are fewer than k.
     frac in (0, 1].  arXiv 2505.22617.
     """
-    _expect(0 < frac <= 1, "frac", frac, "a number in (0, 1]")
+    expect(0 < frac <= 1, "frac", frac, "a number in (0, 1]")
     n = jnp.maximum(jnp.sum(mask), 1)
     centred = lambda x: _masked(x - jnp.sum(x) / n, mask)
     cov = centred(_masked(stop_gradient(adv), mask)) * centred(_masked(stop_gradient(logp), mask))
     candidate = mask if eligible is None else mask & eligible
     candidate = candidate if low is None else candidate & (cov > low)
     candidate = candidate if high is None else candidate & (cov < high)
-    return _largest(cov if key is None else jax.random.uniform(key, cov.shape), candidate, frac, mask)
+    drawn = key is not None and (low is not None or high is not None)
+    return _largest(jax.random.uniform(key, cov.shape) if drawn else cov, candidate, frac, mask)
 
 
 def select_clip_cov(
@@ -297,7 +298,7 @@ def select_clip_cov(
 ) -> Bool[Array, "B T"]:
     """Clip-Cov's choice: k tokens at random among those with low < cov < high that PPO's clip has not stopped already.
 
-        select_cov(…, key, eligible = not (A > 0 and r > 1+clip_high) and not (A < 0 and r < 1−clip_low))
+        select_cov(…, key, eligible = not stopped),   stopped = A > 0 and r > 1+clip_high, or A < 0 and r < 1−clip_low
 
     arXiv 2505.22617.
     """
@@ -315,11 +316,11 @@ def top_entropy(entropy: In, mask: Mask, *, frac: float = 0.2) -> Bool[Array, "B
     As a `token_filter` it edits the mask, so that the dropped tokens leave the denominators too.
     entropy: [B,T], nats;  frac in (0, 1].  arXiv 2506.01939.
     """
-    _expect(0 < frac <= 1, "frac", frac, "a number in (0, 1]")
+    expect(0 < frac <= 1, "frac", frac, "a number in (0, 1]")
     return _largest(_masked(stop_gradient(entropy), mask), mask, frac, mask)
 
 
-# --- KL and value -------------------------------------------------------------------------------------------------
+# --- KL and value
 
 
 def kl(logp: In, ref_logp: In, mask: Mask, kind: str = "k3") -> Out:
@@ -331,7 +332,7 @@ def kl(logp: In, ref_logp: In, mask: Mask, kind: str = "k3") -> Out:
     is 0, that of k2 is the gradient of KL(policy ‖ reference), and that of k3 the gradient of KL(reference ‖ policy).
     kind: one of KL_KINDS.  Schulman 2020; k3 in arXiv 2402.03300 eq. 4.
     """
-    _expect(kind in KL_KINDS, "kind", kind, f"one of {', '.join(KL_KINDS)}")
+    expect(kind in KL_KINDS, "kind", kind, f"one of {', '.join(KL_KINDS)}")
     u = _log_ratio(logp, ref_logp, mask)
     k2 = u**2 / 2
     if kind == "k2":
@@ -356,14 +357,14 @@ def value_loss(values: In, old_values: In, returns: In, mask: Mask, clip: float 
     v, target = _masked(values, mask), _masked(stop_gradient(returns), mask)
     error = (v - target) ** 2
     if clip is not None:
-        _expect(clip > 0, "clip", clip, "None or a number > 0")
+        expect(clip > 0, "clip", clip, "None or a number > 0")
         old = _masked(stop_gradient(old_values), mask)
         held = (jnp.clip(v, old - clip, old + clip) - target) ** 2
         error = jnp.where(held > error, held, error)
     return error / 2
 
 
-# --- what they share ----------------------------------------------------------------------------------------------
+# --- what they share
 
 
 def _surrogate(ratio: Array, a: Array, low: Array | float, high: Array | float, dual_clip: float | None) -> Array:
@@ -416,14 +417,9 @@ def _largest(score: Out, candidate: Mask, frac: float, mask: Mask) -> Bool[Array
 
 
 def _check_clips(clip_low: float, clip_high: float) -> None:
-    _expect(0 <= clip_low <= 1, "clip_low", clip_low, "a number in [0, 1]")
-    _expect(clip_high >= 0, "clip_high", clip_high, "a number >= 0")
+    expect(0 <= clip_low <= 1, "clip_low", clip_low, "a number in [0, 1]")
+    expect(clip_high >= 0, "clip_high", clip_high, "a number >= 0")
 
 
 def _check_dual_clip(dual_clip: float | None) -> None:
-    _expect(dual_clip is None or dual_clip > 1, "dual_clip", dual_clip, "None or a number > 1")
-
-
-def _expect(ok: bool, name: str, value: object, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r}: expected {expected}")
+    expect(dual_clip is None or dual_clip > 1, "dual_clip", dual_clip, "None or a number > 1")

@@ -130,7 +130,7 @@ def measure(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -> 
     metrics = {
         "entropy": mean(entropy),
         "ratio/mean": mean(ratio),
-        "ratio/max": jnp.max(ratio),
+        "ratio/max": jnp.max(jnp.where(mask, ratio, 0.0)),
         "clip/low": mean(clipped & (ratio < 1)),
         "clip/high": mean(clipped & (ratio > 1)),
         "kl/old": mean(losses.kl(logp, old, mask, "k3")),

@@ -20,6 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
+AnyArray = jax.Array | np.ndarray
+
 # Why a response ended. TRUNCATED means LENGTH and nothing else.
 EOS, STOP, LENGTH, CANCELLED = "eos", "stop", "length", "cancelled"
 
@@ -120,3 +122,9 @@ class TrainState:
     step: jax.Array  # int32 []: optimiser steps taken
     critic: TrainState | None = None  # the value function's
     memory: Any = None  # what the advantage remembers of each prompt
+
+
+def expect(ok: bool, name: str, value: object, expected: str) -> None:
+    """ValueError that names an argument, its value and what was expected, unless `ok`."""
+    if not ok:
+        raise ValueError(f"{name}={value!r}: expected {expected}")
