@@ -1,4 +1,4 @@
-"""The command line: train, sft, eval, sample, show. Bad input is one line on stderr and exit code 2."""
+"""The command line: train, sft, eval, sample, show, algorithms. Bad input is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ Set = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="
 File = tyro.conf.Positional[Path]
 
 
-def train(experiment: File, set_: Set = (), resume: bool = False, out: Path | None = None) -> None:
+def train(
+    experiment: File, set_: Set = (), algorithm: str | None = None, resume: bool = False, out: Path | None = None
+) -> None:
     """Run an experiment file: prime a base policy, then reinforcement learning.
 
     Args:
         experiment: a Python file with CONFIG = Config(…).
         set_: override a field of CONFIG; may be given again.
+        algorithm: a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.
         resume: go on from the newest checkpoint in --out, exactly.
         out: the run's folder; runs/<name of the experiment> if left out.
     """
     from jaxrl_llm import trainer
 
-    config, out = configs.load(experiment, set_), out or Path("runs") / experiment.stem
+    config, out = configs.load(experiment, set_, algorithm), out or Path("runs") / experiment.stem
     _devices(config)
     done = trainer.train(config, out, resume=resume, source=experiment)
     if not done:
-        print(f"stopped; go on with: {trainer.resume_command(experiment, out, set_)}")
+        print(f"stopped; go on with: {trainer.resume_command(experiment, out, set_, algorithm)}")
         return
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     held_out = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
@@ -41,17 +44,18 @@ def train(experiment: File, set_: Set = (), resume: bool = False, out: Path | No
     print(f"curves: {out / 'curves.png'}   metrics: {out / 'metrics.jsonl'}   samples: {out / 'samples.jsonl'}")
 
 
-def sft(experiment: File, set_: Set = (), out: Path | None = None) -> None:
+def sft(experiment: File, set_: Set = (), algorithm: str | None = None, out: Path | None = None) -> None:
     """The supervised stage of an experiment alone: make its base policy, measure it, keep it.
 
     Args:
         experiment: a Python file with CONFIG = Config(…) and a `prime` stage.
         set_: override a field of CONFIG; may be given again.
+        algorithm: a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.
         out: the run's folder; runs/<name of the experiment> if left out.
     """
     from jaxrl_llm import trainer
 
-    config, out = configs.load(experiment, set_), out or Path("runs") / experiment.stem
+    config, out = configs.load(experiment, set_, algorithm), out or Path("runs") / experiment.stem
     if config.prime is None:
         raise ValueError("prime is None; expected a Prime(…) for jaxrl sft")
     _devices(config)
@@ -106,14 +110,26 @@ def sample(run: File, problem: tyro.conf.Positional[str], n: int = 1, seed: int 
         print(text if finish == "eos" else f"{text}  [{finish}]")
 
 
-def show(experiment: File, set_: Set = ()) -> None:
+def show(experiment: File, set_: Set = (), algorithm: str | None = None) -> None:
     """Print an experiment's whole config as JSON.
 
     Args:
         experiment: a Python file with CONFIG = Config(…), or a run's config.json.
         set_: override a field of CONFIG; may be given again.
+        algorithm: a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.
     """
-    print(json.dumps(configs.to_json(configs.load(experiment, set_)), indent=1))
+    print(json.dumps(configs.to_json(configs.load(experiment, set_, algorithm)), indent=1))
+
+
+def algorithms(name: tyro.conf.Positional[str | None] = None) -> None:
+    """Print the table of methods, or one of them in full: its fields, and what its functions compute.
+
+    Args:
+        name: a method of the table; all of them if left out.
+    """
+    from jaxrl_llm import catalogue
+
+    print(catalogue.table() if name is None else catalogue.describe(name, configs.named(name)))
 
 
 def _devices(config: configs.Config) -> None:
@@ -129,7 +145,7 @@ def _devices(config: configs.Config) -> None:
 
 def main() -> None:
     """Entry point of `jaxrl`."""
-    commands = {"train": train, "sft": sft, "eval": evaluate, "sample": sample, "show": show}
+    commands = {"train": train, "sft": sft, "eval": evaluate, "sample": sample, "show": show, "algorithms": algorithms}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="jaxrl", description=__doc__)
     except (ValueError, RuntimeError, OSError) as error:

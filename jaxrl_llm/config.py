@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import advantages, functions
-from jaxrl_llm.algorithms import Algorithm, Critic, call, wants
+from jaxrl_llm.algorithms import ALGORITHMS, Algorithm, Critic, call, wants
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.functions import nearest, unbound
 from jaxrl_llm.models.transformer import ModelConfig
@@ -410,8 +410,18 @@ def _plain(value: Any, folder: Path | None) -> Any:
     return partial(fn, **keywords) if keywords else fn
 
 
-def load(path: Path | str, assignments: tuple[str, ...] = ()) -> Config:
-    """CONFIG of an experiment file, or the config.json of a run, with overrides, validated."""
+def named(algorithm: str) -> Algorithm:
+    """A row of ALGORITHMS. Raises ValueError with the nearest name for an unknown one."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm {algorithm!r}: no such method; {nearest(algorithm, list(ALGORITHMS))}")
+    return ALGORITHMS[algorithm]
+
+
+def load(path: Path | str, assignments: tuple[str, ...] = (), algorithm: str | None = None) -> Config:
+    """CONFIG of an experiment file, or the config.json of a run, with overrides, validated.
+
+    algorithm: the row of ALGORITHMS that takes the place of its own before the overrides.
+    """
     path = Path(path)
     if path.suffix == ".json":
         try:
@@ -422,6 +432,8 @@ def load(path: Path | str, assignments: tuple[str, ...] = ()) -> Config:
         config = getattr(functions.load_module(path), "CONFIG", None)
         if not isinstance(config, Config):
             raise ValueError(f"experiment {path}: CONFIG is {config!r}; expected CONFIG = Config(…)")
+    if algorithm is not None:
+        config = replace(config, algorithm=named(algorithm))
     for assignment in assignments:
         config = override(config, assignment)
     return validate(config)

@@ -315,12 +315,13 @@ def load_policy(run: Path) -> tuple[Learner, Engine, int]:
         return learner, make_engine(learner, found.state.params), found.step
 
 
-def resume_command(source: Path | None, out: Path, assignments: tuple[str, ...]) -> str:
+def resume_command(source: Path | None, out: Path, assignments: tuple[str, ...], algorithm: str | None = None) -> str:
     """The shell command that goes on with a run."""
     words = [
         "jaxrl",
         "train",
         str(source),
+        *(() if algorithm is None else ("--algorithm", algorithm)),
         *(w for a in assignments for w in ("--set", a)),
         "--resume",
         "--out",

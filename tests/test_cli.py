@@ -16,8 +16,9 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxrl_llm import cli, functions
+from jaxrl_llm import advantages, cli, functions, trainer
 from jaxrl_llm import config as configs
+from jaxrl_llm.algorithms import ALGORITHMS
 
 EXPERIMENT = """
 import itertools
@@ -230,6 +231,48 @@ def test_a_base_policy_of_another_config_is_not_taken(experiment, tmp_path):
     succeeds("sft", experiment, "--out", tmp_path / "out")
     error = fails("train", experiment, "--out", tmp_path / "out", *settings("prime.optimizer.lr=0.5", "steps=3"))
     assert "base holds another base policy (prime.optimizer.lr: 0.01 → 0.5); expected a new folder" in error
+
+
+# ---- methods by name
+
+
+def test_algorithms_prints_the_table_or_one_method_in_full():
+    lines = succeeds("algorithms").splitlines()
+    assert [line.split()[0] for line in lines] == ["name", *ALGORITHMS]
+    printed = succeeds("algorithms", "dapo")
+    assert "ppo_clip(clip_high=0.28)" in printed
+    assert "x = −min(r·A, clip(r, 1−clip_low, 1+clip_high)·A)" in printed  # what the loss says of itself
+
+
+def test_a_method_by_name_takes_the_place_of_the_experiments_own_before_set(experiment):
+    changed = ("--set", "algorithm.loss.clip_high=0.5", "--algorithm", "olmo3", "--set", "steps=5")
+    shown = json.loads(succeeds("show", experiment, *changed))
+    assert shown["algorithm"]["loss"]["with"] == {"clip_low": 0.2, "clip_high": 0.5}
+    assert shown["algorithm"]["advantage"] == "jaxrl_llm.advantages:dr_grpo"
+    assert (shown["algorithm"]["retire_above"], shown["steps"], shown["rollout"]["prompts"]) == (0.875, 5, 2)
+    assert json.loads(succeeds("show", experiment))["algorithm"]["advantage"] == "jaxrl_llm.advantages:grpo"
+
+
+def test_an_unknown_method_is_one_line_with_the_nearest_name(experiment, tmp_path):
+    expected = "algorithm 'rlo': no such method; did you mean 'rloo'?"
+    assert fails("algorithms", "rlo") == expected
+    assert fails("show", experiment, "--algorithm", "rlo") == expected
+    for command in ("train", "sft"):
+        assert fails(command, experiment, "--algorithm", "rlo", "--out", tmp_path / "out") == expected
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_and_sft_get_the_method_and_the_printed_command_keeps_it(experiment, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(trainer, "train", lambda config, out, **kept: seen.append((config, kept["resume"])))
+    monkeypatch.setattr(trainer, "prime_only", lambda config, out, **kept: seen.append((config, None)))
+    asked = ("--algorithm", "rloo", "--set", "algorithm.kl_coef=0.5", "--out", tmp_path / "a folder")
+    command = printed_command(succeeds("train", experiment, *asked))
+    succeeds(*command[1:])
+    succeeds("sft", experiment, *asked)
+    assert [resume for _, resume in seen] == [False, True, None]
+    for config, _ in seen:
+        assert (config.algorithm.advantage, config.algorithm.kl_coef) == (advantages.rloo, 0.5)
 
 
 # ---- bad input

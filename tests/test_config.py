@@ -542,7 +542,7 @@ def class_in(annotation, fields):
 
 
 def reads(sources):
-    """Of all modules but config.py, where fields are declared and validated."""
+    """Of all modules but config.py, where fields are declared and validated, and catalogue.py, which tells of them."""
     trees = {path: ast.parse(text) for path, text in sources.items()}
     classes = {n.name: n for t in trees.values() for n in ast.walk(t) if isinstance(n, ast.ClassDef)}
     fields = {
@@ -552,7 +552,7 @@ def reads(sources):
     fields = {c: {f: class_in(a, fields) for f, a in annotated.items()} for c, annotated in fields.items()}
     found = set()
     for path, tree in trees.items():
-        if path.name != "config.py":
+        if path.name not in ("config.py", "catalogue.py"):
             visitor = Reads(fields)
             visitor.visit(tree)
             found |= visitor.found

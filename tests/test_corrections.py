@@ -26,20 +26,14 @@ from jaxrl_llm.corrections import (
 )
 
 B, T = 5, 8
-NAMES = [
-    "tis",
-    "tis_sequence",
-    "mis_token",
-    "mis_sequence",
-    "geometric_rejection",
-    "k3_rejection",
-    "veto",
-]
+RESPONSE = ["tis_sequence", "mis_sequence", "geometric_rejection", "k3_rejection", "veto"]
+NAMES = ["tis", "mis_token", *RESPONSE]
 FUNCTIONS = [getattr(corrections, name) for name in NAMES]
 # How far apart learner and sampler must be for a rule to keep some and drop some.
-SPREAD = {"geometric_rejection": 1e-3, "k3_rejection": 0.15, "veto": 3.0}
-KEYS = ["mean", "max", "pearson", "k3", "rho_mean", "rho_min", "rho_max", "ess", "zeroed", "capped", "ppl_sampler", "ppl_learner"]
-KEYS = {f"gap/{key}" for key in KEYS} | {f"gap/quarter_{q}" for q in (1, 2, 3, 4)}
+SPREAD = {"geometric_rejection": 3e-3, "k3_rejection": 0.15, "veto": 4.0}
+KEYS = {f"gap/{key}" for key in ("mean", "max", "pearson", "k3", "ess", "zeroed", "capped")}
+KEYS |= {"gap/rho_mean", "gap/rho_min", "gap/rho_max", "gap/ppl_sampler", "gap/ppl_learner"}
+KEYS |= {f"gap/quarter_{q}" for q in (1, 2, 3, 4)}
 few_examples = settings(deadline=None, max_examples=20)
 
 
@@ -68,7 +62,7 @@ def test_worked_numbers():
     gap = of([0.05, 1.2, -0.7])
     close = partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
     close(tis(*gap), [[1.051271, 2, 0.496585]])
-    close(mis_token(*gap), [[0, 0, 0]] + np.array([[1.051271, 3.320117, 0]]))
+    close(mis_token(*gap), [[1.051271, 3.320117, 0]])
     close(tis_sequence(*gap), [[1.733253] * 3])
     close(tis_sequence(*gap, cap=1.5), [[1.5] * 3])
     close(mis_sequence(*gap), [[1.733253] * 3])
@@ -153,8 +147,7 @@ def test_scalar_loops(name, seed):
     assert got.dtype == jnp.float32
     assert not np.any(got[~data[2]])
     np.testing.assert_allclose(jax.jit(function)(*data), expected, rtol=3e-6, atol=1e-7)
-    if name.endswith(("rejection", "sequence", "veto")):  # the data try both sides of the rule
-        assert len(np.unique(expected[data[2]])) > 1
+    assert len(np.unique(expected[data[2]])) > 1  # the data try both sides of the rule
 
 
 @pytest.mark.parametrize(
@@ -163,7 +156,7 @@ def test_scalar_loops(name, seed):
         ("tis", {"cap": 0.8}),
         ("tis_sequence", {"cap": 0.8}),
         ("mis_token", {"low": 0.9, "high": 1.3}),
-        ("mis_sequence", {"low": 0.9, "high": 4.0}),
+        ("mis_sequence", {"low": 0.4, "high": 4.0}),
         ("geometric_rejection", {"low": 0.9, "high": 1.3}),
         ("k3_rejection", {"max_k3": 0.2}),
         ("veto", {"low": 0.4, "high": 2.5}),
@@ -178,8 +171,8 @@ def test_scalar_loops_with_other_bounds(name, hyper):
 
 @pytest.mark.parametrize("delta", [0.0, 0.2])
 def test_opsm_scalar_loops(delta):
-    logp, sampler, mask = batch(2, rows=9)
-    adv = np.where(mask, np.random.default_rng(2).normal(size=mask.shape), np.nan).astype(np.float32)
+    logp, sampler, mask = batch(4, rows=9)
+    adv = np.where(mask, np.random.default_rng(4).normal(size=mask.shape), np.nan).astype(np.float32)
     expected = reference.opsm(logp, sampler, adv, mask, delta)
     np.testing.assert_array_equal(opsm(logp, sampler, adv, mask, delta=delta), expected)
     np.testing.assert_array_equal(jax.jit(partial(opsm, delta=delta))(logp, sampler, adv, mask), expected)
@@ -205,14 +198,14 @@ def test_no_gap_no_correction():
     for function in FUNCTIONS:
         c = function(old, old, mask)
         np.testing.assert_array_equal(c, mask.astype(np.float32))
-        assert np.asarray(c * x).tobytes() == x.tobytes() or np.array_equal(c * x, x)
+        np.testing.assert_array_equal(c * x, x)
     np.testing.assert_array_equal(opsm(old, old, -np.ones_like(x), mask, delta=0.0), mask.astype(np.float32))
 
 
 def test_no_gradient():
     old, sampler, mask = batch(4)
     for function in [*FUNCTIONS, partial(tis, cap=50.0), partial(mis_sequence, low=0.0, high=1e9)]:
-        total = lambda old, sampler: jnp.sum(jnp.where(mask, function(old, sampler, mask), 0) * 3)
+        total = lambda old, sampler, function=function: function(old, sampler, mask).sum()
         for gradient in jax.grad(total, argnums=(0, 1))(old, sampler):
             np.testing.assert_array_equal(gradient, np.zeros(mask.shape))
     adv = -np.ones(mask.shape, np.float32)
@@ -230,10 +223,8 @@ def test_nothing_trained():
 
 def test_response_rules_speak_for_the_whole_response():
     old, sampler, mask = batch(6, spread=0.3)
-    for function in FUNCTIONS:
-        if function in (tis, mis_token):
-            continue
-        c = np.asarray(function(old, sampler, mask))
+    for name in RESPONSE:
+        c = np.asarray(getattr(corrections, name)(old, sampler, mask))
         for i in range(B):
             assert len(np.unique(c[i, mask[i]])) <= 1
 
@@ -267,6 +258,8 @@ def test_sums_over_a_long_response(k):
     gap = of(np.full(4000, k), sampler=-70.0)
     for function in [*FUNCTIONS, partial(tis_sequence, cap=1e30)]:
         assert np.all(np.isfinite(function(*gap)))
+    for value in mismatch_report(*of(np.full(8000, 1.5 * k), sampler=-130.0)).values():
+        assert np.isfinite(float(value))
     held = float(mis_sequence(*gap, low=0.0, high=math.inf)[0, 0])
     assert held == pytest.approx(math.exp(math.copysign(80, k)), rel=1e-4)
 
@@ -370,8 +363,8 @@ def test_report_of_corrections():
     one_token = np.zeros(mask.shape)
     one_token[tuple(np.argwhere(mask)[0])] = 2.0
     assert share(one_token, "ess") == pytest.approx(1 / n, rel=1e-5)
-    assert share(np.zeros(mask.shape), "ess") == 0
     assert share(np.zeros(mask.shape), "zeroed") == 1
+    assert 0 <= share(np.zeros(mask.shape), "ess") <= 1 / n  # every response rejected: nothing is left to count
 
 
 def test_report_of_nothing_and_of_too_little():
@@ -404,7 +397,7 @@ def test_wrong_arguments():
             with pytest.raises(ValueError, match=f"cap={cap}"):
                 function(*gap, cap=cap)
     for function in (mis_token, mis_sequence, geometric_rejection, veto):
-        with pytest.raises(ValueError, match="low=2.0.*high=1.0"):
+        with pytest.raises(ValueError, match="high=1.0.*low=2.0"):
             function(*gap, low=2.0, high=1.0)
     with pytest.raises(ValueError, match="max_k3=-0.1"):
         k3_rejection(*gap, max_k3=-0.1)

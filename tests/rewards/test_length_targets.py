@@ -115,9 +115,11 @@ def test_l1_sides(gap, gold):
     assert float(l1_max(below, target, ~right)[0]) == 0
 
 
-def test_wrong_shapes():
+def test_wrong_arguments():
     n, gold, correct = lengths()
     for wrong in (l1_exact, l1_max):
+        with pytest.raises(ValueError, match="alpha=-0.1"):
+            wrong(n, gold, correct, alpha=-0.1)
         with pytest.raises(TypeCheckError):
             wrong(n, gold[:1], correct)
     with pytest.raises(TypeCheckError):

@@ -1,0 +1,18 @@
+"""Advantage reweighting: unlikely tokens, whose gradients drown the others', count for less.
+
+Paper:   Do not let low-probability tokens over-dominate, 2505.12929.
+Claim:   the paper: GRPO's results on Knights & Knaves puzzles improve by up to 46.2 % (this, Lopti or both).
+Command: jaxrl train experiments/ar.py
+"""
+
+from dataclasses import replace
+
+from laptop_dapo import CONFIG as BASE
+
+from jaxrl_llm.algorithms import ALGORITHMS
+
+CONFIG = replace(
+    BASE,
+    algorithm=ALGORITHMS["ar"],
+    optimizer=replace(BASE.optimizer, lr=1e-5),
+)

@@ -1,0 +1,18 @@
+"""KL-Cov: the tokens whose log-prob and advantage move together most are held back by a penalty.
+
+Paper:   The entropy mechanism of RL, 2505.22617.
+Claim:   the paper: entropy stays many times above GRPO's, and accuracy goes on rising where GRPO's has levelled off.
+Command: jaxrl train experiments/kl_cov.py
+"""
+
+from dataclasses import replace
+
+from laptop_dapo import CONFIG as BASE
+
+from jaxrl_llm.algorithms import ALGORITHMS
+
+CONFIG = replace(
+    BASE,
+    algorithm=replace(ALGORITHMS["kl_cov"], updates_per_batch=4),
+    optimizer=replace(BASE.optimizer, lr=1e-5),
+)

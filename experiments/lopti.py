@@ -1,0 +1,19 @@
+"""Lopti: unlikely tokens have an update of their own, before the others'.
+
+Paper:   Do not let low-probability tokens over-dominate, 2505.12929.
+Claim:   the paper: GRPO's results on Knights & Knaves puzzles improve by up to 46.2 % (this, advantage reweighting or
+         both); the other order collapses.
+Command: jaxrl train experiments/lopti.py
+"""
+
+from dataclasses import replace
+
+from laptop_dapo import CONFIG as BASE
+
+from jaxrl_llm.algorithms import ALGORITHMS
+
+CONFIG = replace(
+    BASE,
+    algorithm=replace(ALGORITHMS["lopti"], updates_per_batch=2),
+    optimizer=replace(BASE.optimizer, lr=1e-5),
+)

@@ -1,0 +1,20 @@
+"""Olmo 3: unscaled advantages, clip-higher, a correction for the sampler's log-probs, groups refilled until they vary.
+
+Paper:   Olmo 3, 2512.13961.
+Claim:   the paper: on decontaminated data this recipe lifts base models steadily, and with random rewards not at all.
+Command: jaxrl train experiments/olmo3.py
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from laptop_dapo import CONFIG as BASE
+
+from jaxrl_llm.algorithms import ALGORITHMS
+
+CONFIG = replace(
+    BASE,
+    task=partial(BASE.task, n_train=512),  # prompts are retired when they come again
+    prime=replace(BASE.prime, task=BASE.task),
+    algorithm=ALGORITHMS["olmo3"],
+)

@@ -1,0 +1,18 @@
+"""RAFT++: only right answers are learnt from, with PPO's ratio and clip.
+
+Paper:   A minimalist approach to LLM reasoning, 2504.11343.
+Claim:   the paper: positive examples alone come close to GRPO and PPO, and learn faster early on; entropy falls sooner.
+Command: jaxrl train experiments/raft_pp.py
+"""
+
+from dataclasses import replace
+
+from laptop_dapo import CONFIG as BASE
+
+from jaxrl_llm.algorithms import ALGORITHMS
+
+CONFIG = replace(
+    BASE,
+    algorithm=ALGORITHMS["raft_pp"],
+    optimizer=replace(BASE.optimizer, lr=1e-5),
+)

@@ -1,0 +1,18 @@
+"""REINFORCE++: PPO's clip without a critic; reward to go, standardised over the whole batch.
+
+Paper:   REINFORCE++, 2501.03262.
+Claim:   the paper: steadier than GRPO and cheaper than PPO, at comparable results.
+Command: jaxrl train experiments/reinforce_pp.py
+"""
+
+from dataclasses import replace
+
+from laptop_dapo import CONFIG as BASE
+
+from jaxrl_llm.algorithms import ALGORITHMS
+
+CONFIG = replace(
+    BASE,
+    algorithm=replace(ALGORITHMS["reinforce_pp"], updates_per_batch=4),
+    optimizer=replace(BASE.optimizer, lr=1e-5),
+)

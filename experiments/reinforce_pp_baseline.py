@@ -1,0 +1,19 @@
+"""REINFORCE++-baseline: centred within the group, standardised over the whole batch; a k2 loss for the KL.
+
+Paper:   REINFORCE++, 2501.03262.
+Claim:   the paper: standardising over the batch does not overfit a small set of prompts as GRPO's standardising within
+         each group does.
+Command: jaxrl train experiments/reinforce_pp_baseline.py
+"""
+
+from dataclasses import replace
+
+from laptop_dapo import CONFIG as BASE
+
+from jaxrl_llm.algorithms import ALGORITHMS
+
+CONFIG = replace(
+    BASE,
+    algorithm=replace(ALGORITHMS["reinforce_pp_baseline"], updates_per_batch=4),
+    optimizer=replace(BASE.optimizer, lr=1e-5),
+)

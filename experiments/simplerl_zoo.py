@@ -1,0 +1,19 @@
+"""SimpleRL-Zoo: GRPO with right or wrong as its only reward, a little KL and a little entropy.
+
+Paper:   SimpleRL-Zoo, 2503.18892.
+Claim:   the paper: nearly all of ten base models gain in accuracy and length; a strict format reward would hold the
+         weak ones back.
+Command: jaxrl train experiments/simplerl_zoo.py
+"""
+
+from dataclasses import replace
+
+from laptop_dapo import CONFIG as BASE
+
+from jaxrl_llm.algorithms import ALGORITHMS
+
+CONFIG = replace(
+    BASE,
+    algorithm=ALGORITHMS["simplerl_zoo"],
+    optimizer=replace(BASE.optimizer, lr=1e-5),
+)

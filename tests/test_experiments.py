@@ -1,0 +1,124 @@
+"""Experiment files: short, documented, one for every method, and each of them runs."""
+
+import ast
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm import config, sft, trainer
+from jaxrl_llm.algorithms import ALGORITHMS
+from jaxrl_llm.config import Config, Evaluation, Stage
+from jaxrl_llm.data import templates
+from jaxrl_llm.functions import unbound
+
+ROOT = Path(__file__).parent.parent
+FILES = {file.stem: file for file in sorted((ROOT / "experiments").glob("*.py"))}
+FILE_OF = {name: name for name in ALGORITHMS} | {"dapo": "laptop_dapo"}
+every_file = pytest.mark.parametrize("name", FILES)
+
+
+def documentation(name: str) -> dict[str, str]:
+    """The docstring's fields: what follows `Paper:`, `Claim:` and `Command:`, on their lines and the indented ones."""
+    text = ast.get_docstring(ast.parse(FILES[name].read_text()))
+    return {k: " ".join(v.split()) for k, v in re.findall(r"^(\w+): +(\S.*(?:\n +\S.*)*)", text, re.MULTILINE)}
+
+
+@every_file
+def test_a_file_is_short_and_says_what_it_is_of(name):
+    assert len(FILES[name].read_text().splitlines()) <= 40
+    told = documentation(name)
+    assert {"Paper", "Claim", "Command"} <= set(told)
+    assert re.search(r"\d{4}\.\d{5}|\d{4}, Machine Learning", told["Paper"]), "an arXiv id, or a journal"
+    assert told["Command"].split("  ")[0].startswith(f"jaxrl train experiments/{name}.py")
+
+
+@every_file
+def test_a_file_is_a_valid_config_that_can_be_written_down(name):
+    written = config.to_json(config.load(FILES[name]))
+    assert config.to_json(config.from_json(json.loads(json.dumps(written)))) == written
+
+
+@every_file
+def test_prompts_and_worked_answers_fit(name):
+    loaded = config.load(FILES[name])
+    task, encode = templates.applied(loaded.task(), loaded.algorithm.prompt), loaded.tokenizer().encode
+    for i in range(100):
+        prompt = task.train[i]
+        assert len(encode(prompt.text)) <= loaded.rollout.max_prompt_tokens
+        for behaviour in task.behaviours:
+            answer = encode(task.trace(prompt, behaviour, i))
+            assert len(answer) < loaded.rollout.max_response_tokens, "no room for the end of sequence"
+
+
+def test_every_method_has_a_file():
+    assert set(FILE_OF.values()) <= set(FILES)
+
+
+@pytest.mark.parametrize("row", ALGORITHMS)
+def test_a_method_s_file_runs_that_method(row):
+    asked, used = ALGORITHMS[row], config.load(FILES[FILE_OF[row]]).algorithm
+    for field in ("advantage", "token_advantage", "loss"):
+        want, have = getattr(asked, field), getattr(used, field)
+        assert (have is None and want is None) or unbound(have) == unbound(want), field
+    assert (used.norm, used.kl, used.paper) == (asked.norm, asked.kl, asked.paper)
+    assert asked.paper in documentation(FILE_OF[row])["Paper"]
+    if FILE_OF[row] == row:
+        assert (used.steps_per_batch > 1) == (asked.steps_per_batch > 1)
+
+
+# --- every one of them, for three steps ---------------------------------------------------------------------------
+
+
+def small(loaded: Config) -> Config:
+    """The experiment on a base policy that guesses (so that groups are mixed), a few short answers a step."""
+    a = loaded.algorithm
+    if a.critic is not None:
+        a = replace(a, critic=replace(a.critic, pretrain=min(1, a.critic.pretrain)))
+    return replace(
+        loaded,
+        algorithm=a,
+        model=replace(loaded.model, layers=1),
+        prime=replace(loaded.prime, stages=(Stage(80, {"no_reasoning": 1.0}),), traces_per_batch=32),
+        optimizer=replace(loaded.optimizer, warmup=0),
+        rollout=replace(loaded.rollout, prompts=8, group_size=4, max_response_tokens=32, tokens_per_call=8),
+        evaluation=Evaluation(0, 8),
+        micro_batches=1,
+        steps=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Base policies, each made once for all the experiments that begin with it."""
+    return tmp_path_factory.mktemp("bases")
+
+
+@pytest.mark.slow
+@every_file
+def test_three_steps_move_the_policy(name, bases, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXRL_CACHE", str(bases))
+    shrunk = config.validate(small(config.load(FILES[name])))
+    assert trainer.train(shrunk, tmp_path, source=FILES[name])
+
+    rows = {r["step"]: r for r in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())}
+    pretrained = shrunk.total_steps - shrunk.steps
+    assert set(rows) == set(range(shrunk.total_steps + 1))
+    for step in range(pretrained + 1, shrunk.total_steps + 1):
+        assert np.isfinite(rows[step]["loss"])
+        assert rows[step]["skipped"] == 0
+    for step in range(1, shrunk.total_steps + 1):
+        assert rows[step].get("critic/skipped", 0) == 0
+        assert ("critic/loss" in rows[step]) == (shrunk.algorithm.critic is not None)
+
+    learner, engine, done = trainer.load_policy(tmp_path)
+    assert done == shrunk.total_steps
+    with jax.set_mesh(learner.mesh):
+        begun = trainer.make_engine(learner, sft.prime(shrunk, tmp_path / "base", learner.mesh, lambda: False, print))
+    distance = lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max())
+    moved = jax.tree.map(distance, engine.weights.params, begun.weights.params)
+    assert 0 < max(jax.tree.leaves(moved)) < 0.1
