@@ -1,8 +1,8 @@
 """CISPO: the ratio is capped and detached, so that no token loses its gradient.
 
 Paper:   MiniMax-M1, 2506.13585.
-Claim:   the paper: DAPO's accuracy in half the steps; with the head in float32 (as all is here) samplers and learners
-         agree.
+Claim:   the paper: DAPO's accuracy in half the steps; a head in float32 (as everything is here) makes sampler and
+         learner agree.
 Command: jaxrl train experiments/cispo.py
 """
 

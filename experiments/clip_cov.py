@@ -1,7 +1,7 @@
 """Clip-Cov: a few of the tokens whose log-prob and advantage move together are left out of the update.
 
 Paper:   The entropy mechanism of RL, 2505.22617.
-Claim:   the paper: few tokens of high covariance make entropy collapse; without them it stays up, and accuracy ends
+Claim:   the paper: a few tokens of high covariance make entropy collapse; without them it stays up, and accuracy ends
          higher.
 Command: jaxrl train experiments/clip_cov.py
 """

@@ -1,8 +1,8 @@
 """Dr. GRPO: GRPO without its two biases, division by the answer's length and by the group's spread.
 
 Paper:   Understanding R1-Zero-like training, 2503.20783.
-Claim:   the paper: wrong answers stop growing, so that fewer tokens reach the same accuracy; 43.3 on AIME 2024 from a
-         7B base.
+Claim:   the paper: GRPO makes answers longer, wrong ones above all; without the bias fewer tokens do, for the same
+         reasoning.
 Command: jaxrl train experiments/dr_grpo.py
 """
 

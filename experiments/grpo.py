@@ -1,8 +1,7 @@
 """GRPO: rewards standardised within the group in place of a critic, a KL penalty in the loss.
 
 Paper:   DeepSeekMath, 2402.03300.
-Claim:   the paper: with less memory than PPO an instructed 7B model goes from 46.8 to 51.7 on MATH, from 82.9 to 88.2
-         on GSM8K.
+Claim:   the paper: GRPO lifts the mathematical reasoning of a 7B model, to 51.7 % on MATH, with less memory than PPO.
 Command: jaxrl train experiments/grpo.py
 """
 

@@ -1,7 +1,7 @@
 """L1-Max: the prompt names a most length, and right answers are worth more the further they stay below.
 
 Paper:   L1, 2503.04697.
-Claim:   the paper: as accurate as L1-Exact without using up the budget where a problem needs less.
+Claim:   the paper: answers keep to the budget named, shorter where a problem needs less, as accurate as L1-Exact's.
 Command: jaxrl train experiments/l1_max.py
 """
 

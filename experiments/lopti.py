@@ -1,8 +1,8 @@
 """Lopti: unlikely tokens have an update of their own, before the others'.
 
 Paper:   Do not let low-probability tokens over-dominate, 2505.12929.
-Claim:   the paper: GRPO's results on Knights & Knaves puzzles improve by up to 46.2 % (this, advantage reweighting or
-         both); the other order collapses.
+Claim:   the paper: with its two methods, this and advantage reweighting, GRPO does up to 46.2 % better on Knights &
+         Knaves puzzles; the other order of the updates collapses.
 Command: jaxrl train experiments/lopti.py
 """
 

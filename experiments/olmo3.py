@@ -1,7 +1,8 @@
 """Olmo 3: unscaled advantages, clip-higher, a correction for the sampler's log-probs, groups refilled until they vary.
 
 Paper:   Olmo 3, 2512.13961.
-Claim:   the paper: on decontaminated data this recipe lifts base models steadily, and with random rewards not at all.
+Claim:   the paper: reinforcement learning with this recipe improves base models; random rewards, the control, must give
+         nothing.
 Command: jaxrl train experiments/olmo3.py
 """
 

@@ -1,7 +1,7 @@
 """RAFT++: only right answers are learnt from, with PPO's ratio and clip.
 
 Paper:   A minimalist approach to LLM reasoning, 2504.11343.
-Claim:   the paper: positive examples alone come close to GRPO and PPO, and learn faster early on; entropy falls sooner.
+Claim:   the paper: learning from positive examples alone is competitive with GRPO and PPO.
 Command: jaxrl train experiments/raft_pp.py
 """
 

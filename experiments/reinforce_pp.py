@@ -1,7 +1,7 @@
 """REINFORCE++: PPO's clip without a critic; reward to go, standardised over the whole batch.
 
 Paper:   REINFORCE++, 2501.03262.
-Claim:   the paper: steadier than GRPO and cheaper than PPO, at comparable results.
+Claim:   the paper: standardising over the whole batch is steadier than within each group, without PPO's critic.
 Command: jaxrl train experiments/reinforce_pp.py
 """
 

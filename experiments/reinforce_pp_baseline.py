@@ -1,8 +1,8 @@
 """REINFORCE++-baseline: centred within the group, standardised over the whole batch; a k2 loss for the KL.
 
 Paper:   REINFORCE++, 2501.03262.
-Claim:   the paper: standardising over the batch does not overfit a small set of prompts as GRPO's standardising within
-         each group does.
+Claim:   the paper: it generalises where standardising within each group overfits: trained on AIME 2024 alone, GRPO gets
+         0 on AIME 2025.
 Command: jaxrl train experiments/reinforce_pp_baseline.py
 """
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from jaxrl_llm.types import AnyArray, expect
 
-Rewards = Real[AnyArray, "P G"]
+Rewards = Real[AnyArray, "P G"] | Bool[AnyArray, "P G"]
 Group = Float[Array, "P G"]
 Tokens = Real[AnyArray, "B T"]
 Mask = Bool[AnyArray, "B T"]
@@ -320,8 +320,8 @@ def length_adaptive_lambda(lengths: Real[AnyArray, "B"], *, alpha: float = 0.05)
     lengths: n [B], tokens;  alpha > 0.  VAPO, arXiv 2504.05118.
     """
     expect(alpha > 0, "alpha", alpha, "a number > 0")
-    n = jnp.maximum(jnp.asarray(lengths, jnp.float32), 1e-3)
-    return jnp.maximum(0.0, 1.0 - 1.0 / (alpha * n))
+    n = jnp.asarray(lengths, jnp.float32)
+    return jnp.where(n > 0, jnp.maximum(0.0, 1.0 - 1.0 / (alpha * jnp.maximum(n, 1.0))), 0.0)
 
 
 def length_adaptive_gae(
@@ -346,7 +346,7 @@ def whiten(x: Tokens, mask: Mask, *, eps: float = 1e-8) -> Float[Array, "B T"]:
     expect(eps >= 0, "eps", eps, "a number >= 0")
     x, n = _masked(x, mask), jnp.sum(mask)
     low, high = jnp.min(jnp.where(mask, x, jnp.inf)), jnp.max(jnp.where(mask, x, -jnp.inf))
-    constant = ~(high - low > NOISE * jnp.maximum(1.0, jnp.maximum(jnp.abs(low), jnp.abs(high))))
+    constant = high - low <= NOISE * jnp.maximum(1.0, jnp.maximum(jnp.abs(low), jnp.abs(high)))
     centred = jnp.where(mask, x - jnp.sum(x) / jnp.maximum(n, 1), 0.0)
     var = jnp.sum(centred**2) / jnp.maximum(n - 1, 1)
     return jnp.where(constant, 0.0, centred / jnp.sqrt(jnp.where(constant, 1.0, var + eps)))

@@ -135,16 +135,17 @@ def mismatch_report(old_logp: In, sampler_logp: In, mask: Mask, c: In | None = N
     """
     n = jnp.maximum(jnp.sum(mask), 1)
     total = lambda x, where=mask: jnp.sum(jnp.where(where, x, 0.0))
-    mean = lambda x: total(x) / n
+    mean = lambda x: total(x / n)  # divided first: thousands of e^80 would overflow
     some = jnp.any(mask)
     logs = [jnp.where(mask, jnp.asarray(stop_gradient(x), jnp.float32), 0.0) for x in (old_logp, sampler_logp)]
     p, q = (jnp.exp(jnp.clip(x, -LIMIT, LIMIT)) for x in logs)
     k = _log_rho(old_logp, sampler_logp, mask)
     rho, gap = jnp.exp(k), jnp.abs(p - q)
     dp, dq = (jnp.where(mask, x - mean(x), 0.0) for x in (p, q))
-    norms = jnp.sqrt(mean(dp**2) * mean(dq**2))
+    norms = jnp.sqrt(mean(dp**2)) * jnp.sqrt(mean(dq**2))
     weight = rho if c is None else jnp.asarray(stop_gradient(c), jnp.float32)
     share = weight / jnp.where(mean(weight) == 0, 1.0, mean(weight))
+    square = mean(share**2)
     lengths = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
     quarter = (jnp.cumsum(mask, axis=1) - 1) * 4 // lengths  # of the response's trained tokens
     report = {
@@ -155,7 +156,7 @@ def mismatch_report(old_logp: In, sampler_logp: In, mask: Mask, c: In | None = N
         "gap/rho_mean": mean(rho),
         "gap/rho_min": jnp.where(some, jnp.min(jnp.where(mask, rho, jnp.inf)), 0.0),
         "gap/rho_max": jnp.max(jnp.where(mask, rho, 0.0)),
-        "gap/ess": jnp.where(some, 1 / jnp.maximum(mean(share**2), 1e-30), 0.0),
+        "gap/ess": jnp.where(square > 0, 1 / jnp.where(square > 0, square, 1.0), 0.0),
         "gap/zeroed": mean(weight == 0),
         "gap/capped": mean((weight > 0) & (weight < rho)),
         "gap/ppl_sampler": jnp.where(some, jnp.exp(jnp.clip(-mean(logs[1]), -LIMIT, LIMIT)), 0.0),

@@ -124,7 +124,7 @@ class TrainState:
     memory: Any = None  # what the advantage remembers of each prompt
 
 
-def expect(ok: bool, name: str, value: object, expected: str) -> None:
+def expect(ok: Any, name: str, value: object, expected: str) -> None:
     """ValueError that names an argument, its value and what was expected, unless `ok`."""
     if not ok:
         raise ValueError(f"{name}={value!r}: expected {expected}")

@@ -103,7 +103,8 @@ def test_k3_is_the_mean_over_the_tokens_and_tiny_gaps_keep_their_sign():
     half = of([[0.2, 0.0], [0.2, 0.2]])  # .0214: .0107 on average, or .0214
     np.testing.assert_array_equal(k3_rejection(*half, max_k3=0.015), [[1, 1], [0, 0]])
     np.testing.assert_array_equal(k3_rejection(*of([0.0, 0.0]), max_k3=0.0), [[1, 1]])
-    np.testing.assert_array_equal(k3_rejection(*of([1e-3, -1e-3]), max_k3=2e-7), [[0, 0]])  # 5e-7, near rounding
+    tiny = of([1e-3, -1e-3, 3e-4], sampler=0.0)  # k²/2, which e^k − 1 − k would lose to rounding
+    assert float(mismatch_report(*tiny)["gap/k3"]) == pytest.approx((1e-6 + 0.045e-6) / 3, rel=1e-3)
 
 
 def test_veto_by_one_token():
@@ -113,6 +114,8 @@ def test_veto_by_one_token():
     mask[0, 3] = False  # only tokens that train can veto
     np.testing.assert_array_equal(veto(old, sampler, mask)[0], [1, 1, 1, 0])
     np.testing.assert_array_equal(veto(old, sampler, mask, low=0.95)[1], [0] * 4)
+    alone = of([math.log(1.7), 0.0])[:2]
+    np.testing.assert_array_equal(veto(*alone, np.array([[True, False]]), low=1.5, high=2.0), [[1, 0]])
     np.testing.assert_array_equal(veto(old, sampler, mask, high=1.01)[0], [0] * 4)
 
 

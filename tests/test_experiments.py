@@ -1,6 +1,7 @@
 """Experiment files: short, documented, one for every method, and each of them runs."""
 
 import ast
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -75,7 +76,13 @@ def test_a_method_s_file_runs_that_method(row):
 
 
 def small(loaded: Config) -> Config:
-    """The experiment on a base policy that guesses (so that groups are mixed), a few short answers a step."""
+    """The experiment on a base policy that guesses (so that groups are mixed), a few short answers a step.
+
+    Problems are so short that all batches have one shape: what takes the time is compiling.
+    """
+    for task in ("task", "task.task", "prime.task"):
+        with contextlib.suppress(ValueError):
+            loaded = config.override(loaded, f"{task}.terms=(3, 6)")
     a = loaded.algorithm
     if a.critic is not None:
         a = replace(a, critic=replace(a.critic, pretrain=min(1, a.critic.pretrain)))
@@ -94,8 +101,18 @@ def small(loaded: Config) -> Config:
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Base policies, each made once for all the experiments that begin with it."""
-    return tmp_path_factory.mktemp("bases")
+    """Base policies, each made once for all the experiments that begin with it; and compilation that is quick."""
+    quick = {
+        "jax_disable_most_optimizations": True,
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: jax.config.values[name] for name in quick}
+    for name, value in quick.items():
+        jax.config.update(name, value)
+    yield tmp_path_factory.mktemp("bases")
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.mark.slow

@@ -221,6 +221,27 @@ def test_there_is_a_gradient(name):
     assert np.any(run(name, sample())[1])
 
 
+@pytest.mark.parametrize("adv", [2.0, -2.0])
+@pytest.mark.parametrize(
+    ("d", "loss"),
+    [
+        (0.0, plain(losses.ppo_clip, clip_low=0, clip_high=0)),
+        (0.0, plain(losses.gspo, clip_low=0, clip_high=0)),
+        (0.0, plain(losses.gspo_token, clip_low=0, clip_high=0)),
+        (0.0, plain(losses.dcpo, eps_low=0, eps_high=0)),
+        (0.0, lambda l, o, a, r, s, m: losses.clip_cov(l, o, a, m, selected=s, clip_low=0, clip_high=0)),
+        (0.5, plain(losses.gmpo, clip=0.5)),
+        (0.5, lambda l, o, a, r, s, m: losses.rspo(l, o, a, m, log_router_ratio=r, clip=0.5)),
+    ],
+)
+def test_at_the_clips_bound_the_unclipped_gradient(d, loss, adv):
+    """Neither half of it nor none: a first on-policy step with a clip of 0 is a whole policy gradient."""
+    one = np.ones((1, 1), np.float32)
+    d = np.float32(d * np.sign(adv)) * one
+    g = jax.grad(lambda l: loss(l, -one, adv * one, 0 * one, one < 0, one > 0).sum())(jnp.asarray(d - one))
+    np.testing.assert_allclose(g, -np.exp(d) * adv, rtol=1e-6)
+
+
 # ---- extremes ----
 
 

@@ -12,30 +12,37 @@ import numpy as np
 import pytest
 
 EXPERIMENT = '''
-"""A run of seconds: dynamic sampling, two updates a batch, a reference policy, an evaluation every other step."""
+"""A run of seconds with all that has a memory: two updates a batch, dynamic sampling, prompts drawn by what was solved,
+DCPO's statistics, a critic that learns a step before the policy, a reference policy; evaluations between."""
 
 from functools import partial
 
 from jaxrl_llm import advantages, losses, rollouts
-from jaxrl_llm.algorithms import Algorithm
+from jaxrl_llm.algorithms import Algorithm, Critic
 from jaxrl_llm.config import Checkpoint, Config, Evaluation, Prime, Rollout, Stage
 from jaxrl_llm.data import tasks
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.optim import Optimizer
 
+
+def with_values(adv, values, mask):
+    return adv - 0.1 * values
+
+
 CONFIG = Config(
-    task=partial(tasks.chain, modulus=3, terms=(2, 4)),
+    task=partial(tasks.chain, modulus=3, terms=(2, 4), n_train=48),
     model=ModelConfig(vocab_size=112, layers=1, width=32, heads=2, kv_heads=1, head_width=16, mlp_width=64),
     prime=Prime((Stage(60, {"clean": 0.5, "no_reasoning": 0.5}),), 16, Optimizer(lr=1e-2, warmup=5)),
     algorithm=Algorithm(
-        advantages.grpo, losses.ppo_clip, "token", kl="k3", kl_coef=0.01, group_filter=rollouts.mixed,
-        updates_per_batch=2,
+        advantages.dcpo_sas, losses.ppo_clip, "token", kl="k3", kl_coef=0.01, group_filter=rollouts.mixed,
+        updates_per_batch=2, memory=advantages.dcpo_sas_init, prioritized=True, token_advantage=with_values,
+        critic=Critic(pretrain=1, optimizer=Optimizer(lr=1e-3)),
     ),
     optimizer=Optimizer(lr=1e-3, schedule="cosine"),
     rollout=Rollout(prompts=4, group_size=4, max_prompt_tokens=16, max_response_tokens=32, max_rounds=50),
     evaluation=Evaluation(every=2, problems=16),
     checkpoint=Checkpoint(every=3),
-    steps=7,
+    steps=6,
 )
 '''
 
@@ -106,6 +113,8 @@ def test_same_parameters_and_optimiser_state(runs):
     assert step_a == step_b == 7
     leaves_a, leaves_b = jax.tree_util.tree_leaves_with_path(a), jax.tree_util.tree_leaves_with_path(b)
     assert len(leaves_a) == len(leaves_b) > 20
+    assert np.asarray(a["memory"]["count"]).sum() == 4 * 4 * 7
+    assert "trunk" in a["critic"]["params"]
     for (path, x), (_, y) in zip(leaves_a, leaves_b, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=jax.tree_util.keystr(path))
 
@@ -122,7 +131,9 @@ def test_same_metrics_and_samples_and_no_line_twice(runs):
 
 def test_a_step_learns_something(runs):
     whole, _, _, _ = runs
-    learned = rows(whole / "metrics.jsonl")[1:]
-    assert all(r["grad_norm"] > 0 for r in learned)
-    assert len({r["loss"] for r in learned}) == 7
+    before, *learned = rows(whole / "metrics.jsonl")[1:]
+    assert "loss" not in before  # the critic's own step
+    assert before["critic/loss"] > 0
+    assert all(r["grad_norm"] > 0 and r["critic/grad_norm"] > 0 for r in learned)
+    assert len({r["loss"] for r in learned}) == 6
     assert learned[0]["kl/ref"] < learned[-1]["kl/ref"]
