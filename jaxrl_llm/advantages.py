@@ -16,14 +16,15 @@ Rewards = Real[AnyArray, "P G"] | Bool[AnyArray, "P G"]
 Group = Float[Array, "P G"]
 Tokens = Real[AnyArray, "B T"]
 Mask = Bool[AnyArray, "B T"]
+Rows = Real[AnyArray, "B"]
+Out = Float[Array, "B T"]
+Memory = dict[str, Float[AnyArray, "N"]]
 
 # Rewards closer than this, relative to max(1, |R|), are the same reward: 0.1 + 0.2 and 0.3 must not be told apart.
 NOISE = 1e-6
 
 
 # --- within a group
-
-
 def raw(rewards: Rewards) -> Group:
     """The reward itself, with no baseline: plain REINFORCE.
 
@@ -189,22 +190,15 @@ def gpg(rewards: Rewards) -> Group:
 
 
 # --- with a memory for each prompt
-
-
-def dcpo_sas_init(n_prompts: int) -> dict[str, Float[Array, "N"]]:
+def dcpo_sas_init(n_prompts: int) -> Memory:
     """What `dcpo_sas` remembers of each prompt: rewards seen, their mean, their squared deviations from it."""
     expect(n_prompts >= 1, "n_prompts", n_prompts, "at least 1")
     return {name: jnp.zeros(n_prompts, jnp.float32) for name in ("count", "mean", "m2")}
 
 
 def dcpo_sas(
-    rewards: Rewards,
-    state: dict[str, Float[AnyArray, "N"]],
-    prompt_ids: Int[AnyArray, "P"],
-    *,
-    eps: float = 1e-6,
-    ddof: int = 1,
-) -> tuple[Group, dict[str, Float[Array, "N"]]]:
+    rewards: Rewards, state: Memory, prompt_ids: Int[AnyArray, "P"], *, eps: float = 1e-6, ddof: int = 1
+) -> tuple[Group, Memory]:
     """Smooth advantage standardisation: the group's statistics give way to those of all of the prompt's visits.
 
         S1 = (i−1)/i·A_new + 1/i·A_tot,   S2 = 1/i·A_new + (i−1)/i·A_tot;   A = the smaller of them in magnitude
@@ -242,9 +236,7 @@ def dcpo_sas(
 
 
 # --- token by token
-
-
-def token_rewards(rewards: Real[AnyArray, "B"], kl: Tokens, mask: Mask, *, beta: float = 0.0) -> Float[Array, "B T"]:
+def token_rewards(rewards: Rows, kl: Tokens, mask: Mask, *, beta: float = 0.0) -> Out:
     """The response's reward on its last token, less the KL penalty of each.
 
         r_t = R·1[t = last] − beta·kl_t
@@ -256,7 +248,7 @@ def token_rewards(rewards: Real[AnyArray, "B"], kl: Tokens, mask: Mask, *, beta:
     return r - beta * _masked(kl, mask)
 
 
-def reinforce_pp(rewards: Real[AnyArray, "B"], kl: Tokens, mask: Mask, *, beta: float = 0.0) -> Float[Array, "B T"]:
+def reinforce_pp(rewards: Rows, kl: Tokens, mask: Mask, *, beta: float = 0.0) -> Out:
     """Reward to go, the KL penalty included, standardised over the batch's tokens; no group is needed.
 
         A_t = whiten(Σ_{t'≥t} r_t'),   r_t = R·1[t = last] − beta·kl_t
@@ -280,13 +272,8 @@ def reinforce_pp_baseline(rewards: Rewards, mask: Bool[AnyArray, "P G T"]) -> Fl
 
 
 def gae(
-    rewards: Tokens,
-    values: Tokens,
-    mask: Mask,
-    *,
-    gamma: float = 1.0,
-    lam: float | Real[AnyArray, "B"] = 0.95,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float = 1.0, lam: float | Rows = 0.95
+) -> tuple[Out, Out]:
     """Generalised advantage estimation, and the returns that the critic learns.
 
         δ_t = r_t + γ·V_{t+1} − V_t;   A_t = δ_t + γλ·A_{t+1};   return_t = A_t + V_t
@@ -312,7 +299,7 @@ def gae(
     return adv, adv + v
 
 
-def length_adaptive_lambda(lengths: Real[AnyArray, "B"], *, alpha: float = 0.05) -> Float[Array, "B"]:
+def length_adaptive_lambda(lengths: Rows, *, alpha: float = 0.05) -> Float[Array, "B"]:
     """A λ that lets the final reward reach the first token of a long response.
 
         λ(n) = max(0, 1 − 1/(alpha·n))
@@ -326,7 +313,7 @@ def length_adaptive_lambda(lengths: Real[AnyArray, "B"], *, alpha: float = 0.05)
 
 def length_adaptive_gae(
     rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float = 1.0, alpha: float = 0.05
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+) -> tuple[Out, Out]:
     """`gae` with the λ of `length_adaptive_lambda` for each response's number of trained tokens.
 
         A = gae(r, V, λ = max(0, 1 − 1/(alpha·n)))
@@ -336,7 +323,7 @@ def length_adaptive_gae(
     return gae(rewards, values, mask, gamma=gamma, lam=length_adaptive_lambda(jnp.sum(mask, axis=1), alpha=alpha))
 
 
-def whiten(x: Tokens, mask: Mask, *, eps: float = 1e-8) -> Float[Array, "B T"]:
+def whiten(x: Tokens, mask: Mask, *, eps: float = 1e-8) -> Out:
     """Mean 0 and variance 1 over the batch's trained tokens.
 
         (x − mean) / √(var + eps)         var with n−1; exactly 0 where all are equal
@@ -352,7 +339,7 @@ def whiten(x: Tokens, mask: Mask, *, eps: float = 1e-8) -> Float[Array, "B T"]:
     return jnp.where(constant, 0.0, centred / jnp.sqrt(jnp.where(constant, 1.0, var + eps)))
 
 
-def reweight(adv: Tokens, old_logp: Tokens, *, alpha: float = 0.3) -> Float[Array, "B T"]:
+def reweight(adv: Tokens, old_logp: Tokens, *, alpha: float = 0.3) -> Out:
     """Unlikely tokens, whose gradients drown the others', count for less.
 
         A_t ← (alpha·π_old + 1 − alpha)·A_t,   π_old = e^old_logp
@@ -365,8 +352,6 @@ def reweight(adv: Tokens, old_logp: Tokens, *, alpha: float = 0.3) -> Float[Arra
 
 
 # --- what they share
-
-
 def _centred(rewards: Rewards) -> tuple[Group, Bool[Array, "P 1"]]:
     """R − mean R in float32, exactly 0 in constant groups; and which groups are constant."""
     r = jnp.asarray(rewards, jnp.float32)  # before any arithmetic: integer rewards would wrap or truncate
@@ -386,6 +371,6 @@ def _scaled(x: Group, of: Group, kept: Bool[AnyArray, "P"] | None, eps: float) -
     return jnp.where(keep & (x != 0), x / jnp.where(std + eps == 0, 1.0, std + eps), 0.0)
 
 
-def _masked(x: Tokens, mask: Mask) -> Float[Array, "B T"]:
+def _masked(x: Tokens, mask: Mask) -> Out:
     """x in float32 with 0 under the mask."""
     return jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0)

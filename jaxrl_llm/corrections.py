@@ -169,8 +169,6 @@ def mismatch_report(old_logp: In, sampler_logp: In, mask: Mask, c: In | None = N
 
 
 # --- what they share
-
-
 def _log_rho(old_logp: In, sampler_logp: In, mask: Mask) -> Out:
     """k, 0 under the mask, without gradient."""
     old, sampler = (jnp.asarray(stop_gradient(x), jnp.float32) for x in (old_logp, sampler_logp))

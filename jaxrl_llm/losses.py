@@ -34,8 +34,6 @@ KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+", "abs")
 
 
 # --- token by token
-
-
 def reinforce(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
     """The plain policy gradient.
 
@@ -46,14 +44,7 @@ def reinforce(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
     return -_masked(stop_gradient(adv), mask) * _masked(logp, mask)
 
 
-def gpg(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
-    """GPG's loss is the plain policy gradient; what it changes is the advantage, `advantages.gpg`.
-
-        x = −A · logp
-
-    arXiv 2504.02546.
-    """
-    return reinforce(logp, old_logp, adv, mask)
+gpg = reinforce  # GPG's loss (arXiv 2504.02546) is this one; what it changes is the advantage, `advantages.gpg`
 
 
 def ppo_clip(
@@ -157,8 +148,6 @@ def topr(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
 
 
 # --- response by response
-
-
 def gspo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Out:
     """PPO's surrogate on one ratio a response, the geometric mean of its tokens'.
 
@@ -168,7 +157,7 @@ def gspo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 3e-4,
     """
     _check_clips(clip_low, clip_high)
     s = jnp.exp(_mean(_log_ratio(logp, old_logp, mask), mask))
-    return _on_tokens(_surrogate(s, _mean(stop_gradient(adv), mask), 1 - clip_low, 1 + clip_high, None), mask)
+    return jnp.where(mask, _surrogate(s, _mean(stop_gradient(adv), mask), 1 - clip_low, 1 + clip_high, None), 0.0)
 
 
 def gspo_token(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Out:
@@ -195,7 +184,7 @@ def gmpo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip: float = 0.4) -> O
     d = _log_ratio(logp, old_logp, mask)
     a = _mean(stop_gradient(adv), mask)
     clipped = jnp.where((a > 0) & (d > clip), clip, jnp.where((a < 0) & (d < -clip), -clip, d))
-    return _on_tokens(-a * jnp.exp(_mean(clipped, mask)), mask)
+    return jnp.where(mask, -a * jnp.exp(_mean(clipped, mask)), 0.0)
 
 
 def rspo(
@@ -223,12 +212,10 @@ def opmd(logp: In, old_logp: In, adv: In, mask: Mask, *, tau: float = 0.1) -> Ou
     expect(tau >= 0, "tau", tau, "a number >= 0")
     total = lambda x: jnp.sum(x, axis=1, keepdims=True)
     leash = total(_log_ratio(logp, old_logp, mask)) ** 2
-    return _on_tokens(-_mean(stop_gradient(adv), mask) * total(_masked(logp, mask)) + tau / 2 * leash, mask)
+    return jnp.where(mask, -_mean(stop_gradient(adv), mask) * total(_masked(logp, mask)) + tau / 2 * leash, 0.0)
 
 
 # --- chosen tokens
-
-
 def clip_cov(
     logp: In, old_logp: In, adv: In, mask: Mask, *, selected: Mask, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Out:
@@ -321,8 +308,6 @@ def top_entropy(entropy: In, mask: Mask, *, frac: float = 0.2) -> Bool[Array, "B
 
 
 # --- KL and value
-
-
 def kl(logp: In, ref_logp: In, mask: Mask, kind: str = "k3") -> Out:
     """Per-token estimates of KL(policy ‖ reference) from tokens that the policy drew, in nats.
 
@@ -365,8 +350,6 @@ def value_loss(values: In, old_values: In, returns: In, mask: Mask, clip: float 
 
 
 # --- what they share
-
-
 def _surrogate(ratio: Array, a: Array, low: Array | float, high: Array | float, dual_clip: float | None) -> Array:
     """−min(r·A, clip(r, low, high)·A), and the dual clip where A < 0."""
     clipped = jnp.clip(ratio, low, high)
@@ -396,11 +379,6 @@ def _mean(x: In, mask: Mask) -> Float[Array, "B 1"]:
     """Mean over the trained tokens of each response, 0 where there are none."""
     n = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
     return jnp.sum(_masked(x, mask), axis=1, keepdims=True) / n
-
-
-def _on_tokens(x: Float[Array, "B 1"], mask: Mask) -> Out:
-    """A response's value on each of its trained tokens."""
-    return jnp.where(mask, x, 0.0)
 
 
 def _abs(d: Out) -> Out:
