@@ -44,7 +44,14 @@ def reinforce(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
     return -_masked(stop_gradient(adv), mask) * _masked(logp, mask)
 
 
-gpg = reinforce  # GPG's loss (arXiv 2504.02546) is this one; what it changes is the advantage, `advantages.gpg`
+def gpg(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
+    """GPG's loss is the plain policy gradient; what it changes is the advantage, `advantages.gpg`.
+
+        x = −A · logp
+
+    arXiv 2504.02546.
+    """
+    return reinforce(logp, old_logp, adv, mask)
 
 
 def ppo_clip(
