@@ -333,7 +333,7 @@ def whiten(x: Tokens, mask: Mask, *, eps: float = 1e-8) -> Out:
     expect(eps >= 0, "eps", eps, "a number >= 0")
     x, n = _masked(x, mask), jnp.sum(mask)
     low, high = jnp.min(jnp.where(mask, x, jnp.inf)), jnp.max(jnp.where(mask, x, -jnp.inf))
-    constant = high - low <= NOISE * jnp.maximum(1.0, jnp.maximum(jnp.abs(low), jnp.abs(high)))
+    constant = high - low <= NOISE * jnp.maximum(1.0, jnp.abs(high))
     centred = jnp.where(mask, x - jnp.sum(x) / jnp.maximum(n, 1), 0.0)
     var = jnp.sum(centred**2) / jnp.maximum(n - 1, 1)
     return jnp.where(constant, 0.0, centred / jnp.sqrt(jnp.where(constant, 1.0, var + eps)))
@@ -356,7 +356,7 @@ def _centred(rewards: Rewards) -> tuple[Group, Bool[Array, "P 1"]]:
     """R − mean R in float32, exactly 0 in constant groups; and which groups are constant."""
     r = jnp.asarray(rewards, jnp.float32)  # before any arithmetic: integer rewards would wrap or truncate
     spread = r.max(axis=1, keepdims=True) - r.min(axis=1, keepdims=True)
-    scale = jnp.maximum(1.0, jnp.abs(r).max(axis=1, keepdims=True))
+    scale = jnp.maximum(1.0, jnp.abs(r[:, :1]))
     constant = spread <= NOISE * scale
     return jnp.where(constant, jnp.zeros_like(r), r - r.mean(axis=1, keepdims=True)), constant
 

@@ -72,6 +72,7 @@ class Critic:
     """A value function beside the policy, and how it learns."""
 
     kind: Literal["network", "head"] = "network"  # a decoder begun as the base policy, or a head on the policy's states
+    head_std: float = 0.0  # of the value head's random weights; 0: V begins as 0
     gamma: float = 1.0
     lam: float = 1.0  # λ of the returns it learns; the policy's own is in `token_advantage`
     clip: float | None = 0.2  # of the value loss

@@ -257,6 +257,7 @@ def _validate_critic(c: Critic, prompts: int, ways: int) -> None:
         _expect(getattr(c, name) >= least, f"algorithm.critic.{name}", getattr(c, name), f"at least {least}")
     for name in ("gamma", "lam"):
         _expect(0 <= getattr(c, name) <= 1, f"algorithm.critic.{name}", getattr(c, name), "a number in [0, 1]")
+    _expect(c.head_std >= 0, "algorithm.critic.head_std", c.head_std, "at least 0")
     _expect(c.clip is None or c.clip > 0, "algorithm.critic.clip", c.clip, "None or a positive number")
     parts = ways * c.mini_batches
     expected = f"a divisor of rollout.prompts / (mesh.data × mesh.fsdp × micro_batches) = {prompts} / {ways}"

@@ -114,7 +114,7 @@ def opsm(logp: In, sampler_logp: In, adv: In, mask: Mask, delta: float) -> Out:
     logp: the live policy's;  delta: nats per token.  Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556.
     """
     left = _mean(-_log_rho(logp, sampler_logp, mask), mask) > delta
-    bad = _mean(jnp.where(mask, jnp.asarray(stop_gradient(adv), jnp.float32), 0.0), mask) < 0
+    bad = _mean(jnp.where(mask, jnp.asarray(adv, jnp.float32), 0.0), mask) < 0
     return _on(mask, (~(left & bad)).astype(jnp.float32))
 
 

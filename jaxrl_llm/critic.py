@@ -32,18 +32,24 @@ class ValueFunction:
 
 
 def make(
-    critic: Critic, config: transformer.ModelConfig, tx: optax.GradientTransformation, mesh: Mesh, micro_batches: int
+    critic: Critic,
+    config: transformer.ModelConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    micro_batches: int = 1,
+    seed: int = 0,
 ) -> ValueFunction:
     """The functions of a critic beside a policy of this model.
 
     V_t = w·h_t + b, where h_t is the hidden state that predicts token t. The hidden states are those of a decoder of
     its own, begun as the policy's copy (`network`), or the policy's, which the critic's loss does not reach (`head`).
-    w and b begin as 0.
+    w begins as 0, or with `head_std`; b as 0.
     """
     config = replace(config, tied_head=True)  # it has no vocabulary to predict
 
     def fresh(policy: Any) -> TrainState:
-        head = {"w": jnp.zeros(config.width, jnp.float32), "b": jnp.float32(0)}
+        w = critic.head_std * jax.random.normal(jax.random.key(seed), (config.width,), jnp.float32)
+        head = {"w": w, "b": jnp.float32(0)}
         trunk = {k: jax.tree.map(jnp.copy, v) for k, v in policy.items() if k != "head"}
         params = {"value": head, "trunk": trunk} if critic.kind == "network" else {"value": head}
         return TrainState(params, tx.init(params), jnp.int32(0))

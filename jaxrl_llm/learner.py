@@ -63,7 +63,7 @@ def build(config: Config) -> Learner:
     value = None
     if a.critic is not None:
         critic_tx = make_optimizer(a.critic.optimizer, config.total_steps * a.critic.updates)
-        value = critic.make(a.critic, config.model, critic_tx, mesh, config.micro_batches)
+        value = critic.make(a.critic, config.model, critic_tx, mesh, config.micro_batches, config.seed)
     task = templates.applied(config.task(), a.prompt)
     draws = config.total_steps * r.prompts
     return Learner(

@@ -205,7 +205,7 @@ def rspo(
     log_router_ratio: [B,T], <= 0, nats; 0 where the routers agree;  gamma_min in (0, 1].  RSPO, arXiv 2510.23027 v2.
     """
     expect(0 < gamma_min <= 1, "gamma_min", gamma_min, "a number in (0, 1]")
-    log_gamma = jnp.maximum(_masked(stop_gradient(log_router_ratio), mask), log(gamma_min))
+    log_gamma = jnp.maximum(_masked(log_router_ratio, mask), log(gamma_min))  # detached with old_logp
     return gmpo(logp, _masked(old_logp, mask) - log_gamma, adv, mask, clip=clip)
 
 
@@ -269,7 +269,7 @@ def select_cov(
     expect(0 < frac <= 1, "frac", frac, "a number in (0, 1]")
     n = jnp.maximum(jnp.sum(mask), 1)
     centred = lambda x: _masked(x - jnp.sum(x) / n, mask)
-    cov = centred(_masked(stop_gradient(adv), mask)) * centred(_masked(stop_gradient(logp), mask))
+    cov = centred(_masked(adv, mask)) * centred(_masked(logp, mask))
     candidate = mask if eligible is None else mask & eligible
     candidate = candidate if low is None else candidate & (cov > low)
     candidate = candidate if high is None else candidate & (cov < high)
@@ -297,7 +297,7 @@ def select_clip_cov(
     arXiv 2505.22617.
     """
     _check_clips(clip_low, clip_high)
-    ratio, a = jnp.exp(_log_ratio(stop_gradient(logp), old_logp, mask)), _masked(adv, mask)
+    ratio, a = jnp.exp(_log_ratio(logp, old_logp, mask)), _masked(adv, mask)
     stopped = ((a > 0) & (ratio > 1 + clip_high)) | ((a < 0) & (ratio < 1 - clip_low))
     return select_cov(logp, adv, mask, frac=frac, low=low, high=high, key=key, eligible=~stopped)
 
@@ -311,7 +311,7 @@ def top_entropy(entropy: In, mask: Mask, *, frac: float = 0.2) -> Bool[Array, "B
     entropy: [B,T], nats;  frac in (0, 1].  arXiv 2506.01939.
     """
     expect(0 < frac <= 1, "frac", frac, "a number in (0, 1]")
-    return _largest(_masked(stop_gradient(entropy), mask), mask, frac, mask)
+    return _largest(_masked(entropy, mask), mask, frac, mask)
 
 
 # --- KL and value
