@@ -109,10 +109,9 @@ def main(prompt_len: int = 32, steps: int = 8, micro_batches: int = 4) -> None:
     rate, taken = matmul_rate(), []
     with jax.set_mesh(learner.mesh):
         state = init_state(MODEL, learner.tx, 0, learner.mesh)
-        engine, draw = trainer.make_engine(learner, state.params), 0
+        engine, at = trainer.make_engine(learner, state.params), trainer.Position()
         for _ in range(steps + 2):
-            state, engine, seen, row = trainer.one_step(learner, state, engine, draw)
-            draw = seen.draw
+            state, engine, at, seen, row = trainer.one_step(learner, state, engine, at)
             taken.append(row)
     assert seen.rollouts.lengths.min() == NEW_TOKENS
     rate = max(rate, matmul_rate())
