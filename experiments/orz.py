@@ -16,5 +16,5 @@ from jaxrl_llm.optim import Optimizer
 ROW = ALGORITHMS["orz"]
 CONFIG = replace(
     BASE,
-    algorithm=replace(ROW, critic=replace(ROW.critic, updates=4, mini_batches=4, optimizer=Optimizer(lr=3e-4))),
+    algorithm=replace(ROW, critic=replace(ROW.critic, updates=8, mini_batches=4, optimizer=Optimizer(lr=1e-3))),
 )

@@ -16,6 +16,6 @@ from jaxrl_llm.optim import Optimizer
 ROW = ALGORITHMS["ppo"]
 CONFIG = replace(
     BASE,
-    algorithm=replace(ROW, critic=replace(ROW.critic, optimizer=Optimizer(lr=3e-4))),
+    algorithm=replace(ROW, critic=replace(ROW.critic, optimizer=Optimizer(lr=1e-3))),
     optimizer=replace(BASE.optimizer, lr=1e-5),
 )

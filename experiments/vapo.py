@@ -18,8 +18,8 @@ CONFIG = replace(
     BASE,
     algorithm=replace(
         ROW,
-        updates_per_batch=4,
-        critic=replace(ROW.critic, pretrain=10, updates=4, mini_batches=4, optimizer=Optimizer(lr=3e-4)),
+        updates_per_batch=2,
+        critic=replace(ROW.critic, pretrain=20, updates=8, mini_batches=4, optimizer=Optimizer(lr=1e-3)),
     ),
     optimizer=replace(BASE.optimizer, lr=1e-5),
 )

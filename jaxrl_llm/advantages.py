@@ -243,7 +243,8 @@ def token_rewards(rewards: Rows, kl: Tokens, mask: Mask, *, beta: float = 0.0) -
 
     rewards: [B];  kl: [B,T], nats;  beta: reward per nat. An empty response has no reward.
     """
-    last = mask & (jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] == 1)
+    at = jnp.where(mask, jnp.arange(mask.shape[1])[None], -1)
+    last = mask & (at == at.max(axis=1, keepdims=True))
     r = jnp.where(last, jnp.asarray(rewards, jnp.float32)[:, None], 0.0)
     return r - beta * _masked(kl, mask)
 

@@ -150,7 +150,7 @@ def topr(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
     """
     log_ratio = jnp.sum(_log_ratio(stop_gradient(logp), old_logp, mask), axis=1, keepdims=True)
     taper = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, 0.0))
-    good = _masked(stop_gradient(adv), mask) >= 0
+    good = _masked(adv, mask) >= 0
     return jnp.where(good, 1.0, taper) * reinforce(logp, old_logp, adv, mask)
 
 

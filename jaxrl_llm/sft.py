@@ -73,7 +73,8 @@ def _pad(rows: list[list[int]]) -> np.ndarray:
 
 def made_of(config: Config) -> dict[str, Any]:
     """The part of the config that makes the base policy, as JSON."""
-    data = configs.to_json(replace(config, task=config.prime.task or config.task))
+    own = replace(config.prime, task=None)  # which of the two fields names the task makes no difference
+    data = configs.to_json(replace(config, task=config.prime.task or config.task, prime=own))
     made = {name: data[name] for name in ("model", "tokenizer", "prime", "task", "seed")}
     return made | {"prompt": data["algorithm"]["prompt"]}
 
