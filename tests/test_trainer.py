@@ -4,12 +4,13 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from cases import CONFIG, PLAIN, REWARDS, rollouts_of, scored
 
 from jaxrl_llm import advantages, batching, losses, rollouts, trainer
 from jaxrl_llm import learner as learner_module
-from jaxrl_llm.algorithms import Algorithm
+from jaxrl_llm.algorithms import ALGORITHMS, Algorithm
 from jaxrl_llm.rewards.length import soft_overlong
 from jaxrl_llm.train_step import init_state, make_logprobs, response_logprobs
 from jaxrl_llm.types import Reward
@@ -161,6 +162,51 @@ def test_rollout_metrics_by_hand():
         np.testing.assert_allclose(row[name], value, rtol=1e-6, err_msg=name)
     nothing = trainer.measure_rollouts(scored(answers, [0] * 4))
     assert np.isnan(nothing["length/correct"])
+
+
+def ready(algorithm):
+    """A learner whose verifier tosses a coin, its state and its sampler."""
+    learner = trainer.build(replace(CONFIG, algorithm=algorithm))
+    learner = replace(learner, task=replace(learner.task, reward=lambda p, text, f: Reward(len(text) % 2, False)))
+    state = trainer.fresh_state(learner)
+    if learner.config.algorithm.needs_reference:
+        learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
+    return learner, state, trainer.make_engine(learner, state.params)
+
+
+def test_a_step_of_the_whole_loop():
+    learner, state, engine = ready(replace(ALGORITHMS["olmo3"], group_filter=None, kl="k3", kl_coef=0.1))
+    with jax.set_mesh(learner.mesh):
+        before = jax.device_get(state.params)
+        state, engine, at, seen, row = trainer.one_step(learner, state, engine, trainer.Position())
+    assert (at.step, at.draw) == (1, 4)
+    assert at.solved == {int(p): (2, 0) for p in seen.rollouts.places}
+    assert engine.weights.version == 1
+    assert row["gap/max"] < 1e-5
+    assert row["gap/ess"] > 0.999
+    assert row["skipped"] == 0
+    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before, jax.device_get(state.params))
+    assert all(jax.tree.leaves(moved))
+    assert {"perf/rollout_s", "perf/reward_s", "perf/train_s", "perf/step_s", "entropy", "loss"} <= row.keys()
+
+
+def test_while_the_critic_is_pre_trained_the_policy_stands_still():
+    a = ALGORITHMS["vapo"]
+    a = replace(a, updates_per_batch=2, critic=replace(a.critic, updates=2, mini_batches=2, pretrain=1))
+    learner, state, engine = ready(a)
+    assert learner.config.total_steps == CONFIG.steps + 1
+    at, seen = trainer.Position(), []
+    with jax.set_mesh(learner.mesh):
+        for _ in range(2):
+            seen.append(jax.device_get((state.params, state.critic.params)))
+            state, engine, at, _, row = trainer.one_step(learner, state, engine, at)
+            assert ("loss" in row) == (at.step == 2)
+            assert row["critic/loss"] > 0
+    changed = lambda a, b: any(np.any(x != y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    assert not changed(seen[0][0], seen[1][0])
+    assert changed(seen[0][1], seen[1][1])
+    assert changed(seen[1][0], jax.device_get(state.params))
+    assert (int(state.step), int(state.critic.step)) == (2, 4)
 
 
 def test_w_is_the_mini_batch_s():
