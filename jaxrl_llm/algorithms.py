@@ -134,11 +134,15 @@ class Algorithm:
                 "algorithm.bypass is True and algorithm.correction is set; expected one of them: the ratio is already "
                 "learner/sampler, and the mismatch would count twice"
             )
-        if self._base(self.loss) in RESPONSE_LOSSES and self._base(self.correction) in TOKEN_CORRECTIONS:
-            raise ValueError(
-                f"algorithm.correction is {self._base(self.correction).__name__}; expected a correction of whole "
-                f"responses, as algorithm.loss is {self._base(self.loss).__name__}"
-            )
+        for name in ("kl_coef", "nll_coef", "length_coef"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"algorithm.{name} is {getattr(self, name)}; expected at least 0")
+        if self.norm_length is not None and self.norm_length < 1:
+            raise ValueError(f"algorithm.norm_length is {self.norm_length}; expected None or at least 1 token")
+        self._check_responses()
+        self._check_advantages()
+        if self.nll_coef and self.token_filter is not None:
+            raise ValueError("algorithm.nll_coef is set; expected 0 with algorithm.token_filter, which would cut it")
         for needs, field, others in (
             ("values", "critic", ("token_advantage",)),
             ("state", "memory", ("advantage",)),
@@ -148,6 +152,36 @@ class Algorithm:
             if bool(asking) != (getattr(self, field) is not None):
                 have = "is set" if getattr(self, field) is not None else "is None"
                 raise ValueError(f"algorithm.{field} {have}; expected it exactly when {others[0]} names {needs!r}")
+
+    def _check_responses(self) -> None:
+        """A response's value lies on each of its tokens, so that weights, corrections and steps must not part them."""
+        loss = self._base(self.loss)
+        if loss not in RESPONSE_LOSSES:
+            return
+        why = f", as algorithm.loss is {loss.__name__}"
+        if self._base(self.correction) in TOKEN_CORRECTIONS:
+            name = self._base(self.correction).__name__
+            raise ValueError(f"algorithm.correction is {name}; expected a correction of whole responses{why}")
+        if self.norm not in ("sequence", "otm"):
+            raise ValueError(f"algorithm.norm is {self.norm!r}; expected 'sequence' or 'otm'{why}")
+        if self.phases is not None:
+            raise ValueError(f"algorithm.phases is set; expected None{why}")
+
+    def _check_advantages(self) -> None:
+        if self.token_advantage is not None and not wants(self.token_advantage, "adv"):
+            if self.advantage is not advantages.raw:
+                raise ValueError(
+                    "algorithm.advantage is not advantages.raw; algorithm.token_advantage would not see it, as it "
+                    "does not name 'adv'"
+                )
+            gamma = inspect.signature(self.token_advantage).parameters.get("gamma")
+            if self.critic is not None and gamma is not None and gamma.default != self.critic.gamma:
+                raise ValueError(
+                    f"algorithm.critic.gamma is {self.critic.gamma}; expected that of algorithm.token_advantage, "
+                    f"{gamma.default}"
+                )
+        if self._base(self.advantage) is advantages.maxrl and self.signed_reward:
+            raise ValueError("algorithm.signed_reward is True; expected False: maxrl divides by the mean reward")
 
     @staticmethod
     def _base(fn: Callable | None) -> Callable | None:
@@ -166,7 +200,7 @@ class Algorithm:
     def needs_old(self) -> bool:
         """Whether the learner's own log-probs have to be taken before the batch's first update."""
         token_kl = self.needs_reference and self.kl_in == "reward"
-        asked = wants(self.token_advantage, "old_logp") or self.select is not None
+        asked = any(wants(fn, "old_logp") for fn in (self.token_advantage, self.select, self.token_filter))
         return not self.bypass and (self.steps_per_batch > 1 or token_kl or asked)
 
 

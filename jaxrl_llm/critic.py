@@ -80,7 +80,7 @@ def make(
             return jnp.sum(b.weights * x), None
 
         grads, value, _ = accumulate(loss, state.params, batch, micro_batches)
-        state, taken = applied(tx, state, grads, value)
+        state, taken = applied(tx, state, grads, value, batch.weights)
         return state, {f"critic/{name}": x for name, x in taken.items()}
 
     return ValueFunction(init, values, step)

@@ -21,7 +21,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.data import templates
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.optim import make_optimizer, reset_moments, schedule
-from jaxrl_llm.rollouts import Scored, Stream
+from jaxrl_llm.rollouts import Scored, Stream, encoded
 from jaxrl_llm.train_step import init_state, make_logprobs, make_train_step
 from jaxrl_llm.types import Batch, Reward, Rollouts, Task, TrainState
 
@@ -65,6 +65,8 @@ def build(config: Config) -> Learner:
         critic_tx = make_optimizer(a.critic.optimizer, config.total_steps * a.critic.updates)
         value = critic.make(a.critic, config.model, critic_tx, mesh, config.micro_batches, config.seed)
     task = templates.applied(config.task(), a.prompt)
+    for side in (task.train, task.test):  # a template that does not fit should not cost a base policy
+        encoded(tokenizer, tuple(side[i] for i in range(min(32, len(side)))), r.max_prompt_tokens)
     draws = config.total_steps * r.prompts
     return Learner(
         config,
@@ -87,7 +89,7 @@ def fresh_state(learner: Learner, base: Any = None) -> TrainState:
     config, a = learner.config, learner.config.algorithm
     state = init_state(config.model, learner.tx, config.seed, learner.mesh)
     if base is not None:
-        state = replace(state, params=base, opt_state=jax.jit(learner.tx.init)(base))
+        state = replace(state, params=base)
     if learner.critic is not None:
         state = replace(state, critic=learner.critic.init(state.params))
     if a.memory is not None:
@@ -113,26 +115,36 @@ def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], ste
         values = np.asarray(call(a.reward, have), np.float32)
     if a.format_reward is not None:
         values = values + np.array([call(a.format_reward, {"text": t}) for t in answers.texts], np.float32)
-    if a.length_reward is not None and step >= a.length_warmup:
+    pretrain = 0 if a.critic is None else a.critic.pretrain
+    if a.length_reward is not None and step - pretrain >= a.length_warmup:
         grouped = {k: v.reshape(group) if isinstance(v, np.ndarray) else v for k, v in have.items()}
         values = values + a.length_coef * np.asarray(call(a.length_reward, grouped), np.float32).reshape(-1)
+    wrong = np.flatnonzero(~np.isfinite(values)) if values.shape == answers.lengths.shape else [0]
+    if len(wrong):
+        prompt = answers.prompts[wrong[0] // answers.group_size]
+        raise ValueError(f"shaped rewards of prompt {prompt.id} are {values}; expected finite numbers, one an answer")
     return values
 
 
 def assign(
-    algorithm: Algorithm, batch: Batch, rewards: Array, kept: Array, prompt_ids: Array, memory: Any
+    algorithm: Algorithm, batch: Batch, rewards: Array, lengths: Array, kept: Array, prompt_ids: Array, memory: Any
 ) -> tuple[Batch, Any]:
-    """The batch with its advantages (and the critic's returns), and the memory after these prompts' visits. Jitted."""
+    """The batch with its advantages (and the critic's returns), and the memory after these prompts' visits. Jitted.
+
+    Responses that a filter took out of the mask still count, whole, in their group: `lengths` are all tokens'.
+    """
     a, rows = algorithm, batch.mask.shape[0]
+    whole = jnp.arange(batch.mask.shape[1])[None] < lengths[:, None]
     groups = (kept.shape[0], rows // kept.shape[0])
     kl = jnp.zeros(batch.mask.shape, jnp.float32)
     if a.needs_reference and a.kl_in == "reward":
-        kl = losses.kl(batch.old_logp, batch.ref_logp, batch.mask, a.kl)
-    per_token = a.critic is not None or wants(a.token_advantage, "kl")  # these take the penalty token by token
+        kl = losses.kl(batch.old_logp, batch.ref_logp, whole, a.kl)
+    # these take the penalty token by token
+    per_token = wants(a.token_advantage, "kl") or (a.critic is not None and wants(a.token_advantage, "rewards"))
     own = rewards if per_token else rewards - a.kl_coef * kl.sum(axis=1)
     have = {
         "rewards": own.reshape(groups),
-        "lengths": batch.mask.sum(axis=1).reshape(groups),
+        "lengths": lengths.reshape(groups),
         "mask": batch.mask.reshape(*groups, -1),
         "prompt_ids": prompt_ids,
         "state": memory,
@@ -174,7 +186,7 @@ def learn_batch(learner: Learner, state: TrainState, seen: Scored) -> tuple[Batc
     if learner.critic is not None:
         batch = replace(batch, values=learner.critic.values(state.critic.params, state.params, batch))
     places = np.zeros(len(answers.prompts), np.int64) if answers.places is None else answers.places
-    batch, memory = learner.assign(batch, seen.shaped, seen.kept, places, state.memory)
+    batch, memory = learner.assign(batch, seen.shaped, answers.lengths, seen.kept, places, state.memory)
     return batch, replace(state, memory=memory)
 
 

@@ -12,11 +12,15 @@ from types import MappingProxyType
 import numpy as np
 from jaxtyping import Bool, Float
 
+from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.decode import Engine
 from jaxrl_llm.types import Prompt, Reward, Rollouts, Task
 
 Solved = Mapping[int, tuple[int, int]]  # place of a prompt in Task.train → answers seen, correct ones
+
+
+RARELY = 1e-3  # what is solved may be forgotten
 
 
 def success_rate(solved: Solved, place: int) -> float:
@@ -30,9 +34,9 @@ class Stream:
     """Training prompts in an order fixed by the seed and by what was solved. `draw` is the only position.
 
     A new shuffle each epoch; or, with `difficulty`, one pass from the easiest problem to the hardest, spread over the
-    first `total` draws; or, if `prioritized`, drawn with probability ∝ 1 − success rate, those of one batch without
-    replacement (Kimi k1.5, 2501.12599). Prompts solved at a rate of at least `retire_above` are passed over (Olmo 3,
-    2512.13961).
+    first `total` draws; or, if `prioritized`, drawn with probability ∝ 1 − success rate, but never below RARELY, those
+    of one batch without replacement (Kimi k1.5, 2501.12599). Prompts solved at a rate of at least `retire_above` are
+    passed over (Olmo 3, 2512.13961).
     """
 
     problems: Sequence[Prompt]
@@ -43,11 +47,14 @@ class Stream:
     retire_above: float | None = None
 
     def take(
-        self, draw: int, n: int, solved: Solved = MappingProxyType({})
+        self, draw: int, n: int, solved: Solved = MappingProxyType({}), taken: Sequence[int] = ()
     ) -> tuple[tuple[Prompt, ...], np.ndarray, np.ndarray]:
-        """The next `n` prompts from `draw` on, their draw numbers and their places; the last draw + 1 is the next."""
+        """The next `n` prompts from `draw` on, their draw numbers and their places; the last draw + 1 is the next.
+
+        `taken`: places that the batch has already, which prioritised sampling leaves out.
+        """
         if self.prioritized:
-            places, draws = self._prioritized(draw, n, solved), np.arange(draw, draw + n)
+            places, draws = self._prioritized(draw, n, solved, taken), np.arange(draw, draw + n)
         else:
             found = []
             for d in range(draw, draw + n + len(self.problems)):
@@ -67,13 +74,14 @@ class Stream:
     def _too_few(self, left: int, n: int) -> None:
         raise RuntimeError(
             f"{left} of {len(self.problems)} training prompts are left to draw from; expected rollout.prompts = {n}. "
-            f"The others are solved (algorithm.retire_above={self.retire_above}, prioritized={self.prioritized})"
+            f"The others are solved (algorithm.retire_above = {self.retire_above}) or in the batch already"
         )
 
-    def _prioritized(self, draw: int, n: int, solved: Solved) -> np.ndarray:
+    def _prioritized(self, draw: int, n: int, solved: Solved, taken: Sequence[int]) -> np.ndarray:
         weights = np.ones(len(self.problems))
         for place in solved:
-            weights[place] = 0.0 if self._retired(solved, place) else 1 - success_rate(solved, place)
+            weights[place] = 0.0 if self._retired(solved, place) else max(RARELY, 1 - success_rate(solved, place))
+        weights[list(taken)] = 0.0
         if (weights > 0).sum() < n:
             self._too_few(int((weights > 0).sum()), n)
         rng = np.random.default_rng([self.seed, draw])
@@ -120,17 +128,23 @@ def varied(rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, " P"]:
     return np.ptp(rewards, axis=1) > 1e-6 * np.maximum(1.0, np.abs(rewards).max(axis=1))
 
 
-def sample_groups(
-    engine: Engine, prompts: tuple[Prompt, ...], group: int, *, seed: int, draws: np.ndarray, max_prompt_tokens: int
-) -> Rollouts:
-    """`group` answers to each prompt. Raises ValueError for a prompt longer than `max_prompt_tokens`."""
-    ids = [engine.tokenizer.encode(p.text) for p in prompts]
+def encoded(tokenizer: Tokenizer, prompts: tuple[Prompt, ...], max_prompt_tokens: int) -> list[list[int]]:
+    """Token ids of the prompts. Raises ValueError for an empty one or one longer than `max_prompt_tokens`."""
+    ids = [tokenizer.encode(p.text) for p in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not 0 < len(tokens) <= max_prompt_tokens:
             raise ValueError(
                 f"prompt {prompt.id} has {len(tokens)} tokens; expected 1 to rollout.max_prompt_tokens = "
                 f"{max_prompt_tokens}"
             )
+    return ids
+
+
+def sample_groups(
+    engine: Engine, prompts: tuple[Prompt, ...], group: int, *, seed: int, draws: np.ndarray, max_prompt_tokens: int
+) -> Rollouts:
+    """`group` answers to each prompt. Raises ValueError for a prompt longer than `max_prompt_tokens`."""
+    ids = encoded(engine.tokenizer, prompts, max_prompt_tokens)
     samples = decode.generate(engine, ids, group, seed=seed, draws=draws)
     lengths = np.array([len(t) for t in ids], np.int32)
     padded = np.zeros((len(ids), lengths.max()), np.int32)

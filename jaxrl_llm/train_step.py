@@ -177,12 +177,16 @@ def make_gradients(
     return gradients
 
 
-def applied(tx: optax.GradientTransformation, state: TrainState, grads: Any, loss: Array) -> tuple[TrainState, Metrics]:
-    """The state one step on. One whose loss or gradient is not finite changes nothing and says `skipped` 1."""
+def applied(
+    tx: optax.GradientTransformation, state: TrainState, grads: Any, loss: Array, weights: Array
+) -> tuple[TrainState, Metrics]:
+    """The state one step on. A step changes nothing and says `skipped` 1 if its loss or gradient is not finite, or if
+    no token has weight: momentum alone should not move the policy.
+    """
     norm = optax.tree.norm(grads)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     new = replace(state, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
-    sound = jnp.isfinite(loss) & jnp.isfinite(norm)
+    sound = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.any(weights != 0)
     new = jax.tree.map(lambda a, b: jnp.where(sound, a, b), new, state)
     return replace(new, step=state.step + 1), {"loss": loss, "grad_norm": norm, "skipped": 1.0 - sound}
 
@@ -200,7 +204,7 @@ def make_train_step(
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, loss, metrics = gradients(state.params, batch)
-        state, taken = applied(tx, state, grads, loss)
+        state, taken = applied(tx, state, grads, loss, batch.weights)
         return state, metrics | taken
 
     return train_step

@@ -61,8 +61,11 @@ def sample_batch(learner: Learner, engine: Engine, at: Position, watch: metrics.
     config = learner.config
     r, a, seed = config.rollout, config.algorithm, config.seed
 
+    taken: list[int] = []
+
     def one_round(draw: int) -> rollouts.Round:
-        prompts, draws, places = learner.stream.take(draw, r.prompts, at.solved)
+        prompts, draws, places = learner.stream.take(draw, r.prompts, at.solved, taken)
+        taken.extend(places.tolist())
         with watch("rollout"):
             answers = rollouts.sample_groups(
                 engine, prompts, r.group_size, seed=seed, draws=draws, max_prompt_tokens=r.max_prompt_tokens
@@ -195,7 +198,9 @@ def prepare_folder(config: Config, out: Path, resume: bool, source: Path | None)
     if resume:
         if not kept.is_file():
             raise ValueError(f"--resume: {kept} is missing; expected the folder of an earlier run")
-        steps_matter = config.optimizer.schedule != "constant" or config.rollout.difficulty is not None
+        critic = config.algorithm.critic
+        schedules = {config.optimizer.schedule, critic.optimizer.schedule if critic else "constant"}
+        steps_matter = schedules != {"constant"} or config.rollout.difficulty is not None
         free = FREE_ON_RESUME + (() if steps_matter else ("steps",))
         changed = [d for d in configs.differences(json.loads(kept.read_text()), data) if not d.startswith(free)]
         if changed:

@@ -15,6 +15,15 @@ from jaxrl_llm.rewards import length
 GRPO = {"advantage": advantages.grpo, "loss": losses.ppo_clip, "norm": "token"}
 
 
+WHOLE = {"loss": losses.gspo, "norm": "sequence"}
+MASKED = partial(corrections.mis_token, high=2.0)
+VALUED = {"advantage": advantages.raw, "token_advantage": advantages.gae, "critic": Critic()}
+
+
+def by_old_logp(old_logp, mask):
+    return mask & (old_logp < -1)
+
+
 def wants_surprise(logp, adv, mask, surprise):
     return logp * surprise
 
@@ -110,9 +119,29 @@ def test_every_row_is_a_config_and_survives_json():
     ("fields", "message"),
     [
         ({"bypass": True, "correction": corrections.tis}, "algorithm.bypass is True and algorithm.correction is set"),
-        ({"loss": losses.gspo, "correction": corrections.tis}, "algorithm.correction is tis; expected a correction of"),
-        ({"loss": partial(losses.gmpo, clip=0.3), "correction": partial(corrections.mis_token, high=2.0)}, "mis_token"),
-        ({"token_advantage": advantages.gae}, "algorithm.critic is None; expected it exactly when token_advantage"),
+        ({**WHOLE, "correction": corrections.tis}, "algorithm.correction is tis; expected a correction of"),
+        (
+            {**WHOLE, "loss": partial(losses.gmpo, clip=0.3), "correction": partial(corrections.mis_token, high=2.0)},
+            "mis_token",
+        ),
+        (
+            {**WHOLE, "norm": "token"},
+            "algorithm.norm is 'token'; expected 'sequence' or 'otm', as",
+        ),
+        (
+            {**WHOLE, "phases": batching.lopti_phases},
+            "algorithm.phases is set; expected None, as algorithm",
+        ),
+        ({"kl": "k1", "kl_coef": -1.0}, "algorithm.kl_coef is -1.0; expected at least 0"),
+        ({"norm_length": 0}, "algorithm.norm_length is 0; expected None or at least 1 token"),
+        ({"nll_coef": 0.1, "token_filter": losses.top_entropy}, "algorithm.nll_coef is set; expected 0"),
+        ({"token_advantage": advantages.reinforce_pp}, "algorithm.advantage is not advantages.raw"),
+        ({"advantage": advantages.maxrl, "signed_reward": True}, "algorithm.signed_reward is True; expected False"),
+        ({**VALUED, "critic": Critic(gamma=0.9)}, "algorithm.critic.gamma is 0.9; expected that of .* 1.0"),
+        (
+            {"advantage": advantages.raw, "token_advantage": advantages.gae},
+            "algorithm.critic is None; expected it exactly when token_advantage",
+        ),
         ({"critic": Critic()}, "algorithm.critic is set; expected it exactly when token_advantage names 'values'"),
         ({"advantage": advantages.dcpo_sas}, "algorithm.memory is None; expected it exactly when advantage names"),
         ({"loss": losses.clip_cov}, "algorithm.select is None; expected it exactly when loss names 'selected'"),
@@ -125,7 +154,7 @@ def test_choices_that_do_not_go_together(fields, message):
 
 def test_corrections_of_whole_responses_go_with_losses_of_whole_responses():
     for correction in (corrections.tis_sequence, corrections.veto, partial(corrections.opsm, delta=0.1)):
-        Algorithm(**{**GRPO, "loss": losses.gspo, "correction": correction})
+        Algorithm(**{**GRPO, **WHOLE, "correction": correction})
 
 
 def test_old_log_probs_are_taken_only_when_they_can_differ():
@@ -137,7 +166,8 @@ def test_old_log_probs_are_taken_only_when_they_can_differ():
         {"phases": batching.lopti_phases},
         {"token_advantage": advantages.reweight},
         {"kl": "k1", "kl_coef": 0.1, "kl_in": "reward"},
-        {"loss": losses.kl_cov, "select": losses.select_cov},
+        {"loss": losses.clip_cov, "select": losses.select_clip_cov},
+        {"token_filter": by_old_logp},
     ):
         assert Algorithm(**{**GRPO, **fields}).needs_old, fields
 

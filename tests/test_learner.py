@@ -20,6 +20,12 @@ from jaxrl_llm.types import Reward
 SHAPE = [3, 4, 5, 6]  # tokens of the four answers to two prompts
 
 
+VALUE = Critic(optimizer=Optimizer(lr=1e-2))
+A2C = Algorithm(
+    advantages.raw, losses.reinforce, "token", token_advantage=partial(advantages.gae, lam=1.0), critic=VALUE
+)
+
+
 def build(algorithm, **changes):
     made = learner.build(replace(CONFIG, algorithm=algorithm, **changes))
     with jax.set_mesh(made.mesh):
@@ -174,6 +180,45 @@ def test_groups_that_fail_the_filter_leave_the_loss_but_not_the_batch():
     np.testing.assert_allclose(np.asarray(batch.adv)[2:, 0], want, rtol=1e-6)
 
 
+def test_truncated_answers_count_whole_in_their_group():
+    """OPO's baseline weighs by length, and RLOO's reward has the KL of every token, also of what is not trained."""
+    rewards = np.array([1, 0, 0, 1], np.float32)
+    answers = rollouts_of([5, 10, 4, 6])
+    made, state = build(replace(ALGORITHMS["opo"], overlong_filter=True))
+    batch, _ = learner.learn_batch(made, state, scored(answers, rewards))
+    assert np.asarray(batch.mask).sum(axis=1).tolist() == [5, 0, 4, 6]
+    np.testing.assert_allclose(np.asarray(batch.adv)[0, 0], 1 - 5 / 15, rtol=1e-6)
+    advs = []
+    for keep in (False, True):
+        made, state = build(replace(ALGORITHMS["rloo"], overlong_filter=keep))
+        advs.append(np.asarray(learner.learn_batch(made, state, scored(answers, rewards))[0].adv)[[0, 2, 3], 0])
+    np.testing.assert_allclose(advs[0], advs[1], rtol=1e-5)
+
+
+def test_a_batch_without_a_trained_token_moves_nothing():
+    made, state = build(replace(PLAIN, group_filter=rollouts.varied, resample=False))
+    batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    state, row = learner.update(made, state, batch)
+    assert row["skipped"] == 0
+    before = params(state)
+    nothing = replace(scored(rollouts_of(SHAPE), REWARDS), kept=np.zeros(2, bool))
+    batch, state = learner.learn_batch(made, state, nothing)
+    state, row = learner.update(made, state, batch)
+    assert row["skipped"] == 1
+    for a, b in zip(before, params(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_critic_s_penalty_reaches_a_policy_that_does_not_ask_for_it():
+    by_value = lambda adv, values, mask: adv - values
+    a = replace(A2C, advantage=advantages.dr_grpo, token_advantage=by_value, kl="k1", kl_coef=0.5, kl_in="reward")
+    made, state = build(a)
+    batch, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    k1 = np.where(batch.mask, batch.old_logp - batch.ref_logp, 0).sum(axis=1)
+    want = np.asarray(advantages.dr_grpo((REWARDS - 0.5 * k1).reshape(2, 2))).reshape(-1)
+    np.testing.assert_allclose(np.asarray(batch.adv)[:, 0], want, rtol=1e-4)
+
+
 # --- chosen tokens --------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +229,8 @@ def chosen(algorithm):
 
 
 def test_covariance_is_taken_over_the_optimiser_batch():
-    a = Algorithm(advantages.grpo, losses.kl_cov, "token", select=partial(losses.select_cov, frac=0.1))
+    select = partial(losses.select_cov, frac=0.1)
+    a = Algorithm(advantages.grpo, losses.kl_cov, "token", select=select, updates_per_batch=2)
     batch, after = chosen(a)
     assert np.asarray(after.selected).sum() == 3  # a tenth of 34 tokens
     want = losses.select_cov(batch.old_logp, batch.adv, batch.mask, frac=0.1)
@@ -247,6 +293,18 @@ def test_l1_asks_for_a_length_and_judges_by_it():
     np.testing.assert_allclose(rewards_of(a, answers, (1, 1, 0, 1)), [0.9, 0.8, 0, 1], rtol=1e-6)
 
 
+def test_nan_in_a_shaped_reward_names_the_prompt():
+    a = replace(PLAIN, length_reward=lambda n_tokens: np.where(n_tokens == 5, np.nan, 0.0))
+    with pytest.raises(ValueError, match="shaped rewards of prompt 1 are .*nan.*; expected finite numbers"):
+        rewards_of(a, rollouts_of(SHAPE), (0, 1, 1, 0))
+
+
+def test_a_template_that_does_not_fit_is_known_at_once():
+    named = partial(templates.with_length, low=3, high=3)
+    with pytest.raises(ValueError, match=r"prompt 0 has \d+ tokens; expected 1 to rollout.max_prompt_tokens = 16"):
+        learner.build(replace(CONFIG, algorithm=replace(PLAIN, prompt=named)))
+
+
 def test_a_format_reward_is_added():
     a = replace(PLAIN, format_reward=formats.think_answer)
     answers = replace(rollouts_of(SHAPE), texts=("a</think><answer>1</answer>", "a", "b</think>", "<answer>1</answer>"))
@@ -254,11 +312,6 @@ def test_a_format_reward_is_added():
 
 
 # --- the critic -----------------------------------------------------------------------------------------------------
-
-VALUE = Critic(optimizer=Optimizer(lr=1e-2))
-A2C = Algorithm(
-    advantages.raw, losses.reinforce, "token", token_advantage=partial(advantages.gae, lam=1.0), critic=VALUE
-)
 
 
 def test_a2c_is_ppo_at_one_epoch_to_the_bit():
@@ -332,6 +385,15 @@ def test_critic_shards_and_steps_are_the_policy_s_layout():
         after, row = learner.update_critic(made, state, batch)
     assert row["critic/skipped"] == 0
     assert after.critic.params["trunk"]["embed"].sharding.is_equivalent_to(trunk["embed"].sharding, 2)
+
+
+def test_a_base_policy_s_optimiser_state_lies_like_its_parameters():
+    made, state = build(PLAIN, mesh=replace(CONFIG.mesh, fsdp=4), rollout=replace(CONFIG.rollout, prompts=4))
+    with jax.set_mesh(made.mesh):
+        again = learner.fresh_state(made, state.params)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        np.testing.assert_array_equal(a, b)
 
 
 def test_mini_batches_of_the_critic_go_round():
