@@ -2,7 +2,8 @@
 
 Paper:   VAPO, 2504.05118.
 Claim:   the paper: 60 on AIME 2024 within 5,000 steps; 11 without value pre-training, 33 without decoupled GAE, 45
-         without the length-adaptive λ.
+         without the length-adaptive λ. Here: with --set algorithm.critic.head_std=0.125, a critic that begins at
+         random, pre-training gains 6 to 16 points of accuracy in 20 steps over --set algorithm.critic.pretrain=0.
 Command: jaxrl train experiments/vapo.py
 """
 
