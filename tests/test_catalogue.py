@@ -141,7 +141,7 @@ def test_every_field_makes_a_difference():
         elif f.name in other:
             changed = other[f.name]
         else:
-            changed = lambda: None
+            changed = lambda adv=None: None
         assert len(catalogue.differences(replace(base, **{f.name: changed}), base)) == 1, f.name
 
 
