@@ -111,3 +111,9 @@ def test_quarters_of_a_response_of_eight_tokens():
     report = corrections.mismatch_report(old, sampler, np.ones((1, 8), bool))
     got = [float(report[f"gap/quarter_{i}"]) for i in (1, 2, 3, 4)]
     np.testing.assert_allclose(got, [0.005, 0.025, 0.045, 0.065], atol=1e-6)
+
+
+def test_the_reward_of_a_response_of_one_token():
+    mask = np.array([[True, False, False], [False, True, False], [False, False, False], [True, False, True]])
+    got = advantages.token_rewards(np.array([1.0, 2.0, 3.0, 4.0]), np.zeros((4, 3)), mask)
+    np.testing.assert_array_equal(got, [[1, 0, 0], [0, 2, 0], [0, 0, 0], [0, 0, 4]])
