@@ -85,7 +85,8 @@ def rope(positions: Int[Array, "*N"], config: ModelConfig) -> tuple[Float[Array,
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return (jnp.concatenate([a, b], axis=-1) * cos + jnp.concatenate([-b, a], axis=-1) * sin).astype(x.dtype)
+    cos, sin = (jnp.split(y, 2, axis=-1)[0] for y in (cos, sin))
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def _param(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], std: float | None) -> nnx.Param:

@@ -1,43 +1,68 @@
-"""The sampler's pure core: prefill a prompt, insert it into a slot, decode k tokens for every slot.
+"""The sampler's pure core: prefill prompts, insert answers into rows, decode k tokens for every row.
 
-A slot holds one prompt and its G answers. The prompt's keys and values are computed once and read by all of them.
-Time is global: every slot writes decoding step s into column s mod T of its caches, so a write is one contiguous slice
-however long ago the slot was filled; `start` remembers when.
+N rows hold an answer each and R prefixes a prompt each; a prompt is prefilled once and read by all of its answers. Its
+last token is no part of the prefix: it is the first input of each answer, so there is one way to draw a token.
+Time is global: every row writes decoding step s into column s mod T of its cache, so a write is one contiguous slice
+however long ago the row was filled; `start` remembers when.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.logprobs import tempered_logits
 from jaxrl_llm.models import attention, transformer
-from jaxrl_llm.models.attention import LayerCache
-from jaxrl_llm.sampler.sampling import Sampling, sample
+from jaxrl_llm.sampler import cache
+from jaxrl_llm.sampler.cache import LayerCache, Stored, View
+from jaxrl_llm.sampler.sampling import Draw, sample
 from jaxrl_llm.sharding import constrain
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """Everything that decoding reads and writes. R slots, G answers each, T columns."""
+    """Everything that decoding reads and writes. R prefixes of up to S tokens, N rows, T columns."""
 
     caches: tuple[LayerCache, ...]  # a layer each
     prefix_lengths: Int[Array, " R"]
-    start: Int[Array, " R"]  # decoding step at which the slot was filled
-    limit: Int[Array, " R"]  # tokens an answer may have
-    token: Int[Array, "R G"]  # the next input
-    live: Bool[Array, "R G"]
-    keys: Key[Array, "R G"]  # one per answer; position is folded in for each token
     step: Int[Array, ""]
-    lengths: Int[Array, "R G"]
-    tokens: Int[Array, "R G T"]  # by column
-    logp: Float[Array, "R G T"]  # by column
+    start: Int[Array, " N"]  # decoding step at which the row had no token
+    limit: Int[Array, " N"]  # tokens an answer may have
+    token: Int[Array, " N"]  # the next input
+    live: Bool[Array, " N"]
+    draw: Draw  # how each row's tokens are drawn, and its key; position is folded in for each token
+
+
+class Prefilled(NamedTuple):
+    """Keys and values of M prompts, and of the U tokens that each of their G answers has already. A layer each."""
+
+    prefix: tuple[tuple[Array, Array], ...]  # [M,K,C,S], [M,K,S,C]
+    own: tuple[tuple[Array, Array], ...]  # [M·G,K,C,U], [M·G,K,U,C]
+
+
+class Rows(NamedTuple):
+    """Answers to be inserted, in arrays of Q; a row number past the end is dropped (padding)."""
+
+    row: Int[Array, " Q"]
+    token: Int[Array, " Q"]  # the first input
+    count: Int[Array, " Q"]  # tokens the answer has already
+    limit: Int[Array, " Q"]
+    draw: Draw
+
+
+class Drawn(NamedTuple):
+    """What one call has drawn. Row n's tokens are the first count[n] of its k."""
+
+    tokens: Int[Array, "N k"]
+    logp: Float[Array, "N k"]
+    count: Int[Array, " N"]
+    live: Bool[Array, " N"]  # goes on
 
 
 def _blocks(config: transformer.ModelConfig, params: Any) -> tuple[transformer.Transformer, list[transformer.Block]]:
@@ -50,130 +75,203 @@ def _blocks(config: transformer.ModelConfig, params: Any) -> tuple[transformer.T
     return model, blocks
 
 
-def prefill(config: transformer.ModelConfig, params: Any, prefix: Int[Array, "N S"]) -> tuple[tuple[Array, Array], ...]:
-    """Keys and values [N,K,S,C] of each layer for prompts without their last token, right-padded."""
+def prefill(
+    config: transformer.ModelConfig,
+    params: Any,
+    prefix: Int[Array, "M S"],
+    lengths: Int[Array, " M"],
+    begun: Int[Array, "M G U"],
+) -> Prefilled:
+    """Keys and values of prompts without their last token, right-padded, and of what their answers have been fed.
+
+    An answer of n tokens has been fed the prompt's last token and its own first n−1. U is 0 when nothing was begun.
+    """
     model, blocks = _blocks(config, params)
-    x = model.embedded(prefix)
-    angles = transformer.rope(jnp.broadcast_to(jnp.arange(prefix.shape[1]), prefix.shape), config)
-    caches = []
+    (m, size), (_, group, fed) = prefix.shape, begun.shape
+    own = lengths[:, None] + jnp.tile(jnp.arange(fed), group)[None]
+    positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (m, size)), own], axis=1)
+    angles = transformer.rope(positions, config)
+    inner = attention.grouped(lengths, size, group) if fed else lambda q, k, v, _: (attention.causal(q, k, v), None)
+    attend = lambda q, k, v, _: (inner(q, k, v, None)[0], (k, v))
+    x = model.embedded(jnp.concatenate([prefix, begun.reshape(m, group * fed)], axis=1))
+    prefixes, owns = [], []
     for block in blocks:
-        x, cache = block(x, angles, attention.prefill, None)
-        caches.append(cache)
-    return tuple(caches)
+        x, (k, v) = block(x, angles, attend, None)
+        answers = [y[:, size:].reshape(m * group, fed, *y.shape[2:]) for y in (k, v)]
+        prefixes.append((k[:, :size].transpose(0, 2, 3, 1), v[:, :size].swapaxes(1, 2)))
+        owns.append((answers[0].transpose(0, 2, 3, 1), answers[1].swapaxes(1, 2)))
+    return Prefilled(tuple(prefixes), tuple(owns))
 
 
-def init_state(config: transformer.ModelConfig, slots: int, group: int, prefix: int, columns: int) -> DecodeState:
-    """Empty slots for prompts of up to `prefix` + 1 tokens, with room for `columns` decoding steps."""
-    shape = (slots, group)
-    zeros = lambda *s, dtype=jnp.int32: constrain(jnp.zeros((slots, *s), dtype), "batch")
+def init_state(
+    config: transformer.ModelConfig, kv_dtype: str, rows: int, prefixes: int, size: int, columns: int
+) -> DecodeState:
+    """Empty rows with room for `columns` tokens, and prefixes of up to `size` tokens. kv_dtype: of the caches."""
     kv, width = config.kv_heads, config.head_width
-    prefix_kv = lambda: constrain(jnp.zeros((slots, kv, prefix, width), config.dtype), "batch", "kv_heads")
-    suffix_kv = lambda: constrain(jnp.zeros((*shape, kv, columns, width), config.dtype), "batch", None, "kv_heads")
-    cache = lambda: LayerCache(prefix_kv(), prefix_kv(), suffix_kv(), suffix_kv())
+    split = lambda x: jax.tree.map(lambda y: constrain(y, "batch", *(("kv_heads",) if y.ndim > 1 else ())), x)
+    room = lambda *shape, axis: split(cache.empty(shape, kv_dtype, axis))
+    make = lambda: LayerCache(
+        room(prefixes, kv, width, size, axis=-2),
+        room(prefixes, kv, size, width, axis=-1),
+        room(rows, kv, width, columns, axis=-2),
+        room(rows, kv, columns, width, axis=-1),
+    )
+    zeros = lambda dtype=jnp.int32, n=rows: split(jnp.zeros(n, dtype))
+    keys = split(jnp.broadcast_to(jax.random.key(0), rows))
     return DecodeState(
-        caches=tuple(cache() for _ in range(config.layers)),
-        prefix_lengths=zeros(),
+        caches=tuple(make() for _ in range(config.layers)),
+        prefix_lengths=zeros(n=prefixes),
+        step=jnp.int32(0),
         start=zeros(),
         limit=zeros(),
-        token=zeros(group),
-        live=zeros(group, dtype=bool),
-        keys=constrain(jnp.broadcast_to(jax.random.key(0), shape), "batch"),
-        step=jnp.int32(0),
-        lengths=zeros(group),
-        tokens=zeros(group, columns),
-        logp=zeros(group, columns, dtype=jnp.float32),
+        token=zeros(),
+        live=zeros(bool),
+        draw=Draw(keys, zeros(jnp.float32), zeros(), zeros(jnp.float32)),
     )
 
 
-def insert(
-    state: DecodeState,
-    prefix_caches: tuple[tuple[Array, Array], ...],
-    prefix_lengths: Int[Array, " N"],
-    last_token: Int[Array, " N"],
-    keys: Key[Array, "N G"],
-    limit: Int[Array, " N"],
-    slots: Int[Array, " N"],
+def insert_prefixes(
+    state: DecodeState, filled: tuple[tuple[Array, Array], ...], lengths: Int[Array, " M"], into: Int[Array, " M"]
 ) -> DecodeState:
-    """Put N prefilled prompts into `slots`; a slot number past the end is dropped (padding)."""
-    put = lambda old, new: old.at[slots].set(new, mode="drop")
+    """Put M prefilled prompts into prefixes `into`; a number past the end is dropped (padding)."""
+
+    def put(old: Stored, new: Array, axis: int) -> Stored:
+        tokens = -3 - axis  # keys [M,K,C,S] have their tokens last, values before the width
+        pad = [(0, old.x.shape[i] - new.shape[i] if i == tokens % 4 else 0) for i in range(4)]
+        new = cache.stored(jnp.pad(new, pad), _kind(old), axis)
+        return jax.tree.map(lambda a, b: a.at[into].set(b, mode="drop"), old, new)
+
     caches = tuple(
-        c._replace(prefix_k=put(c.prefix_k, k), prefix_v=put(c.prefix_v, v))
-        for c, (k, v) in zip(state.caches, prefix_caches, strict=True)
+        c._replace(prefix_k=put(c.prefix_k, k, -2), prefix_v=put(c.prefix_v, v, -1))
+        for c, (k, v) in zip(state.caches, filled, strict=True)
     )
-    shape = keys.shape
+    return replace(state, caches=caches, prefix_lengths=state.prefix_lengths.at[into].set(lengths, mode="drop"))
+
+
+def insert_rows(state: DecodeState, rows: Rows, own: tuple[tuple[Array, Array], ...] | None = None) -> DecodeState:
+    """Begin or continue Q answers. own: keys and values of the tokens they have been fed, [Q,K,C,U] and [Q,K,U,C]."""
+    put = lambda old, new: old.at[rows.row].set(new, mode="drop")
+    start = state.step - rows.count
+    caches = state.caches
+    if own is not None:
+        columns = caches[0].own_v.x.shape[2]
+        at = (jnp.arange(columns)[None] - start[:, None]) % columns  # which of its tokens an answer has in a column
+
+        def rolled(old: Stored, new: Array, axis: int) -> Stored:
+            index = jnp.minimum(at, new.shape[-3 - axis] - 1)
+            index = index[:, None, None] if axis == -2 else index[:, None, :, None]
+            new = cache.stored(jnp.take_along_axis(new, index, axis=-3 - axis), _kind(old), axis)
+            return jax.tree.map(put, old, new)
+
+        caches = tuple(
+            c._replace(own_k=rolled(c.own_k, k, -2), own_v=rolled(c.own_v, v, -1))
+            for c, (k, v) in zip(caches, own, strict=True)
+        )
     return replace(
         state,
         caches=caches,
-        prefix_lengths=put(state.prefix_lengths, prefix_lengths),
-        start=put(state.start, jnp.broadcast_to(state.step, slots.shape)),
-        limit=put(state.limit, limit),
-        token=put(state.token, jnp.broadcast_to(last_token[:, None], shape)),
-        live=put(state.live, jnp.ones(shape, bool)),
-        keys=put(state.keys, keys),
-        lengths=put(state.lengths, jnp.zeros(shape, jnp.int32)),
+        start=put(state.start, start),
+        limit=put(state.limit, rows.limit),
+        token=put(state.token, rows.token),
+        live=put(state.live, rows.count < rows.limit),
+        draw=jax.tree.map(put, state.draw, rows.draw),
     )
 
 
-def grow(state: DecodeState, columns: int) -> DecodeState:
-    """The same state with room for more columns; legal until the columns first wrap around."""
-    pad = lambda x, axis: jnp.pad(x, [(0, columns - n if i == axis else 0) for i, n in enumerate(x.shape)])
-    caches = tuple(c._replace(suffix_k=pad(c.suffix_k, 3), suffix_v=pad(c.suffix_v, 3)) for c in state.caches)
-    return replace(state, caches=caches, tokens=pad(state.tokens, 2), logp=pad(state.logp, 2))
+def _kind(x: Stored) -> str:
+    return x.x.dtype.name
+
+
+def repack(
+    state: DecodeState, rows: Int[Array, " N'"], prefixes: Int[Array, " R'"], size: int, columns: int
+) -> DecodeState:
+    """The same answers in other rows, prefixes and room: new row n is old row rows[n], and empty if that is negative.
+
+    Legal while no live answer has more than `columns` tokens and no prefix more than `size`.
+    """
+    old_columns = state.caches[0].own_v.x.shape[2]
+    age = (state.step - 1 - jnp.arange(columns)) % columns  # of each new column; the same for all rows
+    source = (state.step - 1 - age) % old_columns
+
+    def own(x: Stored, tokens: int) -> Stored:
+        pick = lambda a, axis: jnp.take(a[jnp.maximum(rows, 0)], source, axis=axis % a.ndim)
+        return Stored(pick(x.x, tokens), None if x.scale is None else pick(x.scale, -1))
+
+    def prefix(x: Stored, tokens: int) -> Stored:
+        def fit(a: Array, axis: int) -> Array:
+            a = jax.lax.slice_in_dim(a[jnp.maximum(prefixes, 0)], 0, min(size, a.shape[axis]), axis=axis % a.ndim)
+            return jnp.pad(a, [(0, size - a.shape[i] if i == axis % a.ndim else 0) for i in range(a.ndim)])
+
+        return Stored(fit(x.x, tokens), None if x.scale is None else fit(x.scale, -1))
+
+    split = lambda x: jax.tree.map(lambda y: constrain(y, "batch", *(("kv_heads",) if y.ndim > 1 else ())), x)
+    caches = tuple(
+        split(LayerCache(prefix(c.prefix_k, -1), prefix(c.prefix_v, -2), own(c.own_k, -1), own(c.own_v, -2)))
+        for c in state.caches
+    )
+    pick = lambda x: split(x[jnp.maximum(rows, 0)])
+    return replace(
+        state,
+        caches=caches,
+        prefix_lengths=split(state.prefix_lengths[jnp.maximum(prefixes, 0)]),
+        start=pick(state.start),
+        limit=pick(state.limit),
+        token=pick(state.token),
+        live=pick(state.live) & (rows >= 0),
+        draw=jax.tree.map(pick, state.draw),
+    )
 
 
 def decode_k(
     config: transformer.ModelConfig,
-    sampling: Sampling,
     eos_ids: tuple[int, ...],
+    filtered: bool,
     params: Any,
     state: DecodeState,
-    steps: Int[Array, ""],
-) -> DecodeState:
-    """Up to `steps` more tokens for every live answer, in one loop that ends early when none is left.
+    lanes: Int[Array, "D R/D L"],
+    place: Int[Array, "D N/D"],
+    forced: Int[Array, "N k"],
+) -> tuple[DecodeState, Drawn]:
+    """Up to k more tokens for every live answer, in one loop that ends early when none is left.
 
     Log-probs come from the same fp32 logits that the token is drawn from. An answer ends with an end-of-sequence token
-    (kept) or at its limit; finished answers ride along without effect until their slot is filled again.
+    (kept) or at its limit; finished rows ride along without effect until they are filled again. `lanes` and `place`:
+    see `View`. `filtered`: some row has a top-k or top-p filter. `forced`: tokens to be taken in place of drawing,
+    negative where to draw.
     """
     model, blocks = _blocks(config, params)
     head = model.head_matrix()
-    slots, group, columns = state.tokens.shape
+    (rows, steps), columns = forced.shape, state.caches[0].own_v.x.shape[2]
+    kv_dtype = _kind(state.caches[0].own_v)
+    eos = jnp.asarray(eos_ids, jnp.int32)
 
-    def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        i, s = carry
-        count = s.step - s.start  # tokens that a live answer of this slot has
+    def one(carry: tuple[Array, DecodeState, Drawn]) -> tuple[Array, DecodeState, Drawn]:
+        i, s, out = carry
+        count = s.step - s.start  # tokens that a live answer has
         column = s.step % columns
         age = (column - jnp.arange(columns)) % columns
-        visible = jnp.broadcast_to((age[None] <= count[:, None])[:, None], (slots, group, columns))
-        attend = attention.decode(s.prefix_lengths, column, visible)
-        positions = jnp.broadcast_to((s.prefix_lengths + count)[:, None], s.token.shape)
-        angles = transformer.rope(positions, config)
-        x, caches = model.embedded(s.token), []
-        for block, cache in zip(blocks, s.caches, strict=True):
-            x, cache = block(x, angles, attend, cache)
-            caches.append(cache)
+        view = View(s.prefix_lengths, lanes, place, column, age[None] <= count[:, None])
+        attend = cache.decode(view, kv_dtype)
+        row_prefix = jax.vmap(lambda n, p: n[p // lanes.shape[2]])(s.prefix_lengths.reshape(lanes.shape[:2]), place)
+        angles = transformer.rope((row_prefix.reshape(-1) + count)[:, None], config)
+        x, caches = model.embedded(s.token[:, None]), []
+        for block, layer in zip(blocks, s.caches, strict=True):
+            x, layer = block(x, angles, attend, layer)
+            caches.append(layer)
         with jax.named_scope("sample"):
-            hidden = model.norm(x).reshape(slots * group, -1)
-            logits = tempered_logits(hidden, head, sampling.temperature or 1.0)
-            counts = jnp.broadcast_to(count[:, None], s.token.shape)
-            keys = jax.vmap(jax.random.fold_in)(s.keys.reshape(-1), counts.reshape(-1))
-            token, logp = (y.reshape(slots, group) for y in sample(logits, keys, sampling))
-        lengths = jnp.where(s.live, counts + 1, s.lengths)
-        ended = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32)) | (lengths >= s.limit[:, None])
+            logits = tempered_logits(model.norm(x)[:, 0], head, 1.0)
+            token, logp = sample(logits, s.draw, count, forced[:, i], filtered)
+        live = s.live & ~jnp.isin(token, eos) & (count + 1 < s.limit)
+        column_of = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], i, axis=1)
+        out = Drawn(column_of(out.tokens, token), column_of(out.logp, logp), out.count + s.live, live)
+        return i + 1, replace(s, caches=tuple(caches), token=token, live=live, step=s.step + 1), out
 
-        def write(old: Array, new: Array) -> Array:
-            # Live answers alone: columns go round, and a finished answer may not have been fetched yet.
-            new = jnp.where(s.live, new, jax.lax.dynamic_index_in_dim(old, column, axis=2, keepdims=False))
-            return jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], column, axis=2)
-
-        return i + 1, replace(
-            s,
-            caches=tuple(caches),
-            token=token,
-            live=s.live & ~ended,
-            step=s.step + 1,
-            lengths=lengths,
-            tokens=write(s.tokens, token),
-            logp=write(s.logp, logp),
-        )
-
-    return jax.lax.while_loop(lambda c: (c[0] < steps) & c[1].live.any(), one, (jnp.int32(0), state))[1]
+    nothing = Drawn(
+        constrain(jnp.zeros((rows, steps), jnp.int32), "batch"),
+        constrain(jnp.zeros((rows, steps), jnp.float32), "batch"),
+        jnp.zeros_like(state.limit),
+        state.live,
+    )
+    go = lambda c: (c[0] < steps) & c[1].live.any()
+    _, state, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state, nothing))
+    return state, drawn

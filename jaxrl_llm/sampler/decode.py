@@ -1,179 +1,382 @@
-"""The in-process sampling loop: fill slots, decode, harvest, fill again. No threads; the same program on every host."""
+"""The in-process sampling loop: rows are filled, decoded, harvested and filled again. No threads, on any number of hosts.
+
+Shapes follow the work: as many rows as there are answers to draw, as many columns as the longest of them needs, and
+each in few sizes, so that a handful of programs serve a whole run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import sharding, types, weights
-from jaxrl_llm.batching import bucket
+from jaxrl_llm import sharding, weights
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler import core
-from jaxrl_llm.sampler.sampling import Sampling
+from jaxrl_llm.sampler.requests import Draft, Group, More, Request, check
+from jaxrl_llm.sampler.sampling import Draw, Sampling
 
-MIN_COLUMNS = 32
+MIN_COLUMNS = 32  # tokens
+MIN_PREFIX = 16  # tokens
+HALVINGS = 3  # of the rows, as answers end and none wait
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A sampler: the weights that it holds and how it draws. Slots hold one prompt and all its answers."""
+    """A sampler in this process: the weights that it holds, and how it draws unless a request says otherwise."""
 
     model: ModelConfig
     tokenizer: Tokenizer
-    sampling: Sampling
     weights: weights.SamplerWeights
-    max_tokens: int  # per answer, the end-of-sequence token included
+    sampling: Sampling = Sampling()
+    max_tokens: int = 256  # per answer, the end-of-sequence token included
     stop: tuple[str, ...] = ()
-    slots: int = 0  # prompts decoded at once; 0: all that are asked for
+    slots: int = 64  # answers decoded at once
+    max_prompt_tokens: int = 0  # 0: any
     tokens_per_call: int = 32  # decoding steps between two looks from the host
+    kv_dtype: str = ""  # float32, bfloat16 or int8; that of the activations if left out
+    exact: bool = False  # one shape whatever the work: log-probs that `rescore` gives again bit for bit
     mesh: Mesh | None = None
 
+    def sample(
+        self, more: More, latest: Callable[[], weights.SamplerWeights] | None = None
+    ) -> Iterator[tuple[Request, Group]]:
+        """Groups as they are done. A row that is done is filled at once, with what `more` gives.
 
-class Samples(NamedTuple):
-    """Answers in the order of their prompts (row p·G + g), on the host. Padding is 0."""
+        `latest`: the weights to use, asked before each call, so that they may change while answers are being drawn.
+        """
+        latest = latest or (lambda: self.weights)
+        slots, waiting = _Slots(self), deque()
+        while True:
+            while slots.busy + len(waiting) < self.slots and (request := more()) is not None:
+                check(request, vocab_size=self.model.vocab_size, max_prompt_tokens=self.max_prompt_tokens or None)
+                group = _Group(request, [Draft(request, g) for g in range(request.group)])
+                waiting += [(group, draft) for draft in group.drafts if draft.open]
+                if not group.left:
+                    yield request, group.answers()
+            if not waiting and not slots.busy:
+                return
+            slots.fill(latest(), waiting)
+            for group in slots.step(latest()):
+                yield group.request, group.answers()
 
-    tokens: np.ndarray  # int32 [B,T]
-    logp: np.ndarray  # float32 [B,T]
-    lengths: np.ndarray  # int32 [B]
-    finish: np.ndarray  # str [B]
-    texts: tuple[str, ...]  # B, without the end-of-sequence token
+    def pushed(self, params: Any) -> Engine:
+        """The same engine with the learner's parameters, one version on."""
+        return replace(self, weights=weights.push(self.model, params, self.mesh, self.weights))
 
 
-def push_weights(engine: Engine, params: Any) -> Engine:
-    """The same engine with the learner's parameters, one version on."""
-    return replace(engine, weights=weights.push(engine.model, params, engine.mesh, engine.weights))
+def push_weights(engine: Any, params: Any) -> Any:
+    """An engine with the learner's parameters, one version on."""
+    return engine.pushed(params)
+
+
+def generate(engine: Any, requests: Sequence[Request]) -> list[Group]:
+    """The groups of all requests, in their order."""
+    queue, groups = deque(enumerate(requests)), {}
+    numbers = {}
+
+    def more() -> Request | None:
+        if not queue:
+            return None
+        i, request = queue.popleft()
+        numbers[id(request)] = [*numbers.get(id(request), ()), i]
+        return request
+
+    for request, group in engine.sample(more):
+        groups[numbers[id(request)].pop(0)] = group
+    return [groups[i] for i in range(len(requests))]
+
+
+@dataclass
+class _Group:
+    """A request under way."""
+
+    request: Request
+    drafts: list[Draft]
+    prefix: int = -1  # where its prompt lies
+    own: Any = None  # keys and values of what was begun
+
+    @property
+    def left(self) -> int:
+        return sum(d.open for d in self.drafts)
+
+    @property
+    def begun(self) -> bool:
+        return any(d.open and d.tokens for d in self.drafts)
+
+    def answers(self) -> Group:
+        return tuple(d.answer() for d in self.drafts)
+
+
+Place = tuple[_Group, Draft]
+
+
+class _Shape(NamedTuple):
+    rows: int
+    prefixes: int
+    size: int  # of a prefix, tokens
+    columns: int  # of an answer, tokens
 
 
 _prefill = jax.jit(core.prefill, static_argnums=0)
-_init = jax.jit(core.init_state, static_argnums=(0, 1, 2, 3, 4))
-_insert = jax.jit(core.insert, donate_argnums=0)
-_grow = jax.jit(core.grow, static_argnums=1)  # larger buffers: nothing to donate
+_init = jax.jit(core.init_state, static_argnums=(0, 1, 2, 3, 4, 5))
+_insert_prefixes = jax.jit(core.insert_prefixes, donate_argnums=0)
+_insert_rows = jax.jit(core.insert_rows, donate_argnums=0)
+_repack = jax.jit(core.repack, static_argnums=(3, 4))  # other shapes: nothing to donate
 _decode = jax.jit(core.decode_k, static_argnums=(0, 1, 2), donate_argnums=4)
 
 
-@partial(jax.jit, static_argnums=2)
-def _keys(seed: jax.Array, draws: jax.Array, group: int) -> jax.Array:
-    """A key per answer: fold_in(seed, draw, sample id). Position is folded in by the decoding loop."""
+@jax.jit
+def _keys(seeds: jax.Array, draws: jax.Array, numbers: jax.Array) -> jax.Array:
+    """A key per answer: fold_in(seed, draw, number). Position is folded in by the decoding loop."""
     fold = jax.random.fold_in
-    answer = lambda draw: jax.vmap(lambda g: fold(fold(jax.random.key(seed), draw), g))(jnp.arange(group))
-    return jax.vmap(answer)(draws)
+    return jax.vmap(lambda seed, draw, number: fold(fold(jax.random.key(seed), draw), number))(seeds, draws, numbers)
 
 
-def generate(
-    engine: Engine, prompts: Sequence[Sequence[int]], group: int, *, seed: int, draws: Sequence[int]
-) -> Samples:
-    """`group` answers to each prompt (token ids). An answer depends on its prompt, seed, draw and number alone.
-
-    Each prompt is prefilled once. When there are more prompts than slots, a slot is filled again as soon as its group
-    is done. Raises ValueError for a prompt without tokens.
-    """
-    empty = [i for i, p in enumerate(prompts) if len(p) == 0]
-    if empty:
-        raise ValueError(f"prompts[{empty[0]}] has no tokens; expected at least 1")
-    slots = sharding.rows(min(engine.slots or len(prompts), len(prompts)), engine.mesh)
-    size = bucket(max(len(p) for p in prompts) - 1)
-    columns = bucket(engine.max_tokens, MIN_COLUMNS)
-    state = _init(engine.model, slots, group, size, min(columns, MIN_COLUMNS))
-    waiting, owner = list(range(len(prompts))), np.full(slots, -1)
-    harvest: dict[int, list[tuple[np.ndarray, np.ndarray, str]]] = {}
-    keys = _keys(jnp.uint32(seed), jnp.asarray(np.asarray(draws, np.uint32)), group)
-    step = 0
-
-    while waiting or (owner >= 0).any():
-        free = np.flatnonzero(owner < 0)[: len(waiting)]
-        if len(free):
-            chosen, waiting = waiting[: len(free)], waiting[len(free) :]
-            owner[free] = chosen
-            state = _fill(engine, state, [prompts[i] for i in chosen], keys, chosen, free, size, slots)
-        have = state.tokens.shape[-1]
-        if have < columns and step + engine.tokens_per_call > have:
-            state = _grow(state, min(columns, bucket(int(step) + engine.tokens_per_call, MIN_COLUMNS)))
-        static = (engine.model, engine.sampling, engine.tokenizer.eos_ids)
-        state = _decode(*static, engine.weights.params, state, jnp.int32(engine.tokens_per_call))
-        step, live, start, lengths = jax.device_get((state.step, state.live, state.start, state.lengths))
-        done = ~live.any(axis=1) & (owner >= 0)
-        if not (done.any() or engine.stop):
-            continue
-        rows = _Rows(*jax.device_get((state.tokens, state.logp)), start, lengths)
-        stopped = _find_stops(engine, rows, owner)
-        if stopped:
-            live = live.copy()
-            for r, g in stopped:
-                live[r, g] = False
-            state = replace(state, live=jnp.asarray(live))
-            done = ~live.any(axis=1) & (owner >= 0)
-        for r in np.flatnonzero(done):
-            harvest[owner[r]] = [_finish(engine, rows, r, g, stopped.get((r, g))) for g in range(group)]
-            owner[r] = -1
-    return _collect(engine, [answer for p in range(len(prompts)) for answer in harvest[p]])
+def draws_of(drafts: Sequence[Draft], n: int) -> Draw:
+    """How `drafts` are to be drawn, padded to n rows."""
+    gather = lambda name, dtype: _padded([getattr(d.request.sampling, name) for d in drafts], n, dtype)
+    seeds = _padded([d.request.seed for d in drafts], n, np.uint32)
+    places = _padded([d.request.draw for d in drafts], n, np.uint32)
+    keys = _keys(seeds, places, _padded([d.number for d in drafts], n, np.uint32))
+    return Draw(keys, gather("temperature", np.float32), gather("top_k", np.int32), gather("top_p", np.float32))
 
 
-def _fill(engine: Engine, state: Any, prompts: Any, keys: Any, chosen: Any, free: Any, size: int, slots: int) -> Any:
-    """Prefill `prompts` and insert them into the slots `free`; padded to a power of two to keep shapes few."""
-    n = sharding.rows(min(slots, 1 << (len(prompts) - 1).bit_length()), engine.mesh)
-    prefix = np.zeros((n, size), np.int32)
-    lengths, last, where = np.zeros(n, np.int32), np.zeros(n, np.int32), np.full(n, slots, np.int32)
-    rows = np.zeros(n, np.int32)
-    for i, (tokens, slot, row) in enumerate(zip(prompts, free, chosen, strict=True)):
-        prefix[i, : len(tokens) - 1] = tokens[:-1]
-        lengths[i], last[i], where[i], rows[i] = len(tokens) - 1, tokens[-1], slot, row
-    caches = _prefill(engine.model, engine.weights.params, prefix)
-    return _insert(state, caches, lengths, last, keys[rows], np.full(n, engine.max_tokens, np.int32), where)
+def _padded(values: Sequence[Any], n: int, dtype: Any = np.int32, fill: int = 0) -> np.ndarray:
+    return np.array([*values, *[fill] * (n - len(values))], dtype)
 
 
-class _Rows(NamedTuple):
-    """Host copy of what the slots have written, by column."""
-
-    tokens: np.ndarray  # [R,G,T]
-    logp: np.ndarray  # [R,G,T]
-    start: np.ndarray  # [R]
-    lengths: np.ndarray  # [R,G]
-
-    def answer(self, r: int, g: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        columns = (self.start[r] + np.arange(n)) % self.tokens.shape[-1]
-        return self.tokens[r, g, columns], self.logp[r, g, columns]
+def power(n: int, least: int = 1) -> int:
+    """The least power of two that holds n, `least` at least."""
+    return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def _find_stops(engine: Engine, rows: _Rows, owner: np.ndarray) -> dict[tuple[int, int], int]:
-    """Answers that hold a stop string → their length in tokens up to the one that completes it."""
-    found = {}
-    if not engine.stop:
-        return found
-    for r in np.flatnonzero(owner >= 0):
-        for g in range(rows.lengths.shape[1]):
-            tokens = rows.answer(r, g, rows.lengths[r, g])[0]
-            if tokens[-1] in engine.tokenizer.eos_ids:
-                tokens = tokens[:-1]  # its own text, "</s>" perhaps, stops nothing
-            holds = lambda n, tokens=tokens: any(s in engine.tokenizer.decode(tokens[:n]) for s in engine.stop)
-            if holds(len(tokens)):
-                found[r, g] = next(n for n in range(1, len(tokens) + 1) if holds(n))
-    return found
+def prefix_of(prompts: Sequence[Sequence[int]], rows: int, size: int) -> np.ndarray:
+    """Prompts without their last tokens, [rows,size], right-padded."""
+    out = np.zeros((rows, size), np.int32)
+    for row, prompt in zip(out, prompts, strict=False):
+        row[: len(prompt) - 1] = prompt[:-1]
+    return out
 
 
-def _finish(engine: Engine, rows: _Rows, r: int, g: int, stop: int | None) -> tuple[np.ndarray, np.ndarray, str]:
-    tokens, logp = rows.answer(r, g, rows.lengths[r, g] if stop is None else stop)
-    if stop is not None:
-        return tokens, logp, types.STOP
-    return tokens, logp, types.EOS if tokens[-1] in engine.tokenizer.eos_ids else types.LENGTH
+class _Slots:
+    """The rows and prefixes of one call of `sample`, and who is in them. Row i lies in shard i // (rows / ways)."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.ways = engine, sharding.rows(1, engine.mesh)
+        self.most = sharding.rows(engine.slots, engine.mesh)
+        self.sizes = [sharding.rows(-(-self.most // 2**i), engine.mesh) for i in range(HALVINGS + 1)]
+        self.state: core.DecodeState | None = None
+        self.shape, self.lanes = _Shape(0, 0, 0, 0), 1
+        self.rows: list[Place | None] = []
+        self.prefixes: list[_Group | None] = []
+
+    @property
+    def busy(self) -> int:
+        return sum(x is not None for x in self.rows)
+
+    def _shards(self, places: list) -> list[range]:
+        n = len(places) // self.ways
+        return [range(s * n, (s + 1) * n) for s in range(self.ways)]
+
+    def _fullest(self, places: list) -> int:
+        """Places taken in the shard that has most of them."""
+        return max((sum(places[i] is not None for i in shard) for shard in self._shards(places)), default=0)
+
+    # --- shapes
+
+    def _need(self, waiting: Sequence[Place]) -> _Shape:
+        """The room that the work needs."""
+        e, live = self.engine, [x for x in self.rows if x]
+        if e.exact:
+            return _Shape(self.most, self.most, power(e.max_prompt_tokens - 1, MIN_PREFIX), _eights(e.max_tokens))
+        demand, fullest = min(len(live) + len(waiting), self.most), self._fullest(self.rows)
+        rows = min(n for n in self.sizes if n >= demand and n // self.ways >= fullest)
+        work = [*live, *list(waiting)[: rows - len(live)]]
+        prompts = {id(group): len(group.request.prompt) for group, _ in work}
+        prefixes = max(-(-len(prompts) // self.ways), self._fullest(self.prefixes))
+        columns = max(min(len(d.tokens) + e.tokens_per_call, d.limit) for _, d in work)
+        most = _eights(max(d.limit for _, d in work))
+        size = power(max(prompts.values()) - 1, MIN_PREFIX)
+        return _Shape(rows, self.ways * power(prefixes), size, min(power(columns, MIN_COLUMNS), most))
+
+    def _fit(self, waiting: Sequence[Place]) -> None:
+        """Other shapes when the work outgrows them, or when half of the rows would do."""
+        need = self._need(waiting)
+        if need.rows >= self.shape.rows:
+            need = _Shape(*map(max, need, self.shape))
+        if need == self.shape:
+            return
+        e = self.engine
+        if self.state is None:
+            self.state = _init(e.model, e.kv_dtype or e.model.dtype, *need)
+            self.rows, self.prefixes = [None] * need.rows, [None] * need.prefixes
+        else:
+            rows, self.rows = self._moved(self.rows, need.rows)
+            prefixes, self.prefixes = self._moved(self.prefixes, need.prefixes)
+            self.state = _repack(self.state, rows, prefixes, need.size, need.columns)
+            for i, group in enumerate(self.prefixes):
+                if group is not None:
+                    group.prefix = i
+        self.shape = need
+
+    def _moved(self, places: list, n: int) -> tuple[np.ndarray, list]:
+        """For each of n places the old place it is filled from, −1 for none; and who is there. No shard is left."""
+        source = []
+        for shard in self._shards(places):
+            taken = [i for i in shard if places[i] is not None]
+            source += taken + [-1] * (n // self.ways - len(taken))
+        return np.array(source, np.int32), [None if i < 0 else places[i] for i in source]
+
+    # --- filling
+
+    def fill(self, held: weights.SamplerWeights, waiting: deque[Place]) -> None:
+        """Put waiting answers into free rows, in their order; those that find no place stay."""
+        if not waiting and not self.busy:
+            return
+        self._fit(waiting)
+        placed, groups, stay = [], [], []
+        while waiting and None in self.rows:
+            group, draft = waiting.popleft()
+            row = self._place(group)
+            if row is None:
+                stay.append((group, draft))
+                continue
+            self.rows[row] = group, draft
+            placed.append((row, draft, group))
+            if group not in groups:
+                groups.append(group)
+        waiting.extendleft(reversed(stay))
+        fresh = [g for g in groups if not g.begun]
+        self._prefill(held, [g for g in fresh if g.own is None])
+        self._insert([(row, draft) for row, draft, group in placed if not group.begun])
+        for group in groups:
+            if group.begun:
+                self._continue(held, group, {d.number: row for row, d, g in placed if g is group})
+
+    def _place(self, group: _Group) -> int | None:
+        """A free row in the shard of the group's prompt; of a new one in the emptiest shard, where it gets a place."""
+        free = lambda places, shard: [i for i in shard if places[i] is None]
+        shards = list(zip(self._shards(self.rows), self._shards(self.prefixes), strict=True))
+        if group.prefix >= 0:
+            shards = [s for s in shards if group.prefix in s[1]]
+        else:
+            shards = [s for s in shards if free(self.prefixes, s[1])]
+        rows, prefixes = max(shards, key=lambda s: len(free(self.rows, s[0])), default=((), ()))
+        found = free(self.rows, rows)
+        if not found:
+            return None
+        if group.prefix < 0:
+            group.prefix = free(self.prefixes, prefixes)[0]
+            self.prefixes[group.prefix] = group
+        return found[0]
+
+    def _prefill(self, held: weights.SamplerWeights, groups: list[_Group]) -> None:
+        """The prompts of these groups, once each."""
+        for group in groups:
+            group.own = ()
+        prompts = [g.request.prompt for g in groups]
+        parts = [[g] for g in groups] if self.engine.exact else [groups] if groups else []
+        for part in parts:
+            n = sharding.rows(power(len(part)), self.engine.mesh)
+            size = self.shape.size if self.engine.exact else power(max(map(len, prompts)) - 1, MIN_PREFIX)
+            lengths = _padded([len(g.request.prompt) - 1 for g in part], n)
+            begun = np.zeros((n, 1, 0), np.int32)
+            prefix = prefix_of([g.request.prompt for g in part], n, size)
+            filled = _prefill(self.engine.model, held.params, prefix, lengths, begun)
+            into = _padded([g.prefix for g in part], n, fill=len(self.prefixes))
+            self.state = _insert_prefixes(self.state, filled.prefix, lengths, into)
+
+    def _insert(self, placed: list[tuple[int, Draft]]) -> None:
+        """Answers that have no token yet."""
+        if placed:
+            self.state = _insert_rows(self.state, rows_of(placed, power(len(placed)), len(self.rows)))
+
+    def _continue(self, held: weights.SamplerWeights, group: _Group, rows: dict[int, int]) -> None:
+        """Answers that were begun: their tokens go through the model once, together, beside their prompt."""
+        if group.own is None:
+            said = [d.tokens if d.open else [] for d in group.drafts]
+            n, room = sharding.rows(1, self.engine.mesh), power(max(map(len, said)), MIN_PREFIX)
+            begun = np.zeros((n, len(said), room), np.int32)
+            for g, tokens in enumerate(said):
+                begun[0, g, : len(tokens)] = [group.request.prompt[-1], *tokens][: len(tokens)]
+            prompt = group.request.prompt
+            prefix = prefix_of([prompt], n, power(len(prompt) - 1, MIN_PREFIX))
+            lengths = _padded([len(prompt) - 1], n)
+            filled = _prefill(self.engine.model, held.params, prefix, lengths, begun)
+            into = _padded([group.prefix], n, fill=len(self.prefixes))
+            self.state = _insert_prefixes(self.state, filled.prefix, lengths, into)
+            group.own = jax.tree.map(lambda x: x[: len(said)], filled.own)
+        placed = [(rows.get(d.number, len(self.rows)), d) for d in group.drafts]
+        self.state = _insert_rows(self.state, rows_of(placed, len(placed), len(self.rows)), group.own)
+
+    # --- drawing
+
+    def step(self, held: weights.SamplerWeights) -> list[_Group]:
+        """One call of the decoding loop. Returns the groups that are done; their rows and prefixes are free again."""
+        e, steps = self.engine, self.engine.tokens_per_call
+        lanes, place = self._lanes()
+        forced = np.full((len(self.rows), steps), -1, np.int32)
+        for i, occupant in enumerate(self.rows):
+            if occupant and occupant[1].script:
+                script = occupant[1].script[len(occupant[1].tokens) :][:steps]
+                forced[i, : len(script)] = script
+        filtered = any(x[0].request.sampling.filtered for x in self.rows if x)
+        static = (e.model, e.tokenizer.eos_ids, filtered)
+        self.state, drawn = _decode(*static, held.params, self.state, lanes, place, forced)
+        tokens, logp, count, live = jax.device_get(drawn)
+        cut = False
+        for i, occupant in enumerate(self.rows):
+            if occupant is None:
+                continue
+            group, draft = occupant
+            if count[i]:
+                draft.take(tokens[i, : count[i]].tolist(), logp[i, : count[i]].tolist(), held.version, e.tokenizer)
+            if not draft.open:
+                self.rows[i] = None
+                cut |= bool(live[i])
+        if cut:  # by a stop string
+            live = live & np.array([x is not None for x in self.rows])
+            self.state = replace(self.state, live=jax.device_put(live, self.state.live.sharding))
+        done = [g for g in self.prefixes if g is not None and not g.left]
+        for group in done:
+            self.prefixes[group.prefix] = None
+        return done
+
+    def _lanes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows read each prefix, and each row's lane (see `cache.View`)."""
+        n, r = len(self.rows) // self.ways, len(self.prefixes) // self.ways
+        readers: list[list[int]] = [[] for _ in self.prefixes]
+        for i, occupant in enumerate(self.rows):
+            if occupant is not None:
+                readers[occupant[0].prefix].append(i)
+        self.lanes = max(self.lanes, power(max(map(len, readers))))
+        lanes = np.zeros((self.ways, r, self.lanes), np.int32)
+        place = np.zeros((self.ways, n), np.int32)
+        for p, rows in enumerate(readers):
+            for l, i in enumerate(rows):
+                lanes[p // r, p % r, l] = i % n
+                place[i // n, i % n] = (p % r) * self.lanes + l
+        return lanes, place
 
 
-def _collect(engine: Engine, answers: list[tuple[np.ndarray, np.ndarray, str]]) -> Samples:
-    lengths = np.array([len(a[0]) for a in answers], np.int32)
-    tokens = np.zeros((len(answers), lengths.max()), np.int32)
-    logp = np.zeros(tokens.shape, np.float32)
-    for i, (t, l, _) in enumerate(answers):
-        tokens[i, : len(t)], logp[i, : len(l)] = t, l
-    finish = np.array([a[2] for a in answers])
-    texts = tuple(
-        engine.tokenizer.decode(t[: n - 1] if f == types.EOS else t[:n])
-        for t, n, f in zip(tokens, lengths, finish, strict=True)
+def rows_of(placed: Sequence[tuple[int, Draft]], n: int, past: int) -> core.Rows:
+    """Rows to be filled with answers, padded to n with the row number `past`, which is dropped."""
+    drafts = [draft for _, draft in placed]
+    return core.Rows(
+        _padded([row for row, _ in placed], n, fill=past),
+        _padded([d.tokens[-1] if d.tokens else d.request.prompt[-1] for d in drafts], n),
+        _padded([len(d.tokens) for d in drafts], n),
+        _padded([d.limit for d in drafts], n),
+        draws_of(drafts, n),
     )
-    return Samples(tokens, logp, lengths, finish, texts)
+
+
+def _eights(n: int) -> int:
+    return -(-n // 8) * 8

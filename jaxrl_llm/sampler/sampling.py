@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,37 +18,53 @@ class Sampling:
     top_k: int = 0  # 0: all
     top_p: float = 1.0  # 1: all
 
+    @property
+    def filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1
 
-def keep(logits: Float[Array, "N V"], sampling: Sampling) -> Bool[Array, "N V"]:
+
+class Draw(NamedTuple):
+    """`Sampling` of N rows as arrays, and a key for each."""
+
+    keys: Key[Array, " N"]
+    temperature: Float[Array, " N"]
+    top_k: Int[Array, " N"]
+    top_p: Float[Array, " N"]
+
+
+def keep(logits: Float[Array, "N V"], top_k: Int[Array, " N"], top_p: Float[Array, " N"]) -> Bool[Array, "N V"]:
     """Tokens that the top-k and top-p filters leave; the likeliest always stays, ties at the border all stay."""
-    kept = jnp.ones(logits.shape, bool)
     descending = jnp.sort(logits, axis=-1)[:, ::-1]
-    if 0 < sampling.top_k < logits.shape[-1]:
-        kept &= logits >= descending[:, sampling.top_k - 1, None]
-        descending = jnp.where(descending >= descending[:, sampling.top_k - 1, None], descending, -jnp.inf)
-    if sampling.top_p < 1:
-        probs = jax.nn.softmax(descending, axis=-1)
-        before = jnp.cumsum(probs, axis=-1) - probs  # mass of the likelier tokens
-        border = jnp.min(jnp.where(before < sampling.top_p, descending, jnp.inf), axis=-1, keepdims=True)
-        kept &= logits >= jnp.minimum(border, descending[:, :1])
-    return kept
+    last = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[-1]), logits.shape[-1]) - 1
+    border = jnp.take_along_axis(descending, last[:, None], axis=-1)
+    kept = logits >= border
+    descending = jnp.where(descending >= border, descending, -jnp.inf)
+    probs = jax.nn.softmax(descending, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs  # mass of the likelier tokens
+    inside = (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    border = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
+    return kept & (logits >= jnp.minimum(border, descending[:, :1]))
 
 
 def sample(
-    logits: Float[Array, "N V"], keys: Key[Array, " N"], sampling: Sampling
+    logits: Float[Array, "N V"], draw: Draw, position: Int[Array, " N"], forced: Int[Array, " N"], filtered: bool
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
-    """Token and log-prob per row. `logits` are fp32 and tempered already; a key is used for its row alone.
+    """Token and log-prob per row. `logits` are fp32; a row's draw depends on its key and position alone.
 
-    Greedy decoding draws from a point mass, so its log-prob is 0.
+    Greedy decoding draws from a point mass, so its log-prob is 0. `filtered`: some row has top-k or top-p.
+    `forced`: the token where it is not negative; its log-prob is −inf if a filter would not have let it through.
     """
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0], jnp.float32)
-    if sampling.top_k or sampling.top_p < 1:
-        logits = jnp.where(keep(logits, sampling), logits, -jnp.inf)
+    greedy = draw.temperature == 0
+    logits = logits / jnp.where(greedy, 1.0, draw.temperature)[:, None]
+    if filtered:
+        logits = jnp.where(keep(logits, draw.top_k, draw.top_p), logits, -jnp.inf)
+    keys = jax.vmap(jax.random.fold_in)(draw.keys, position)
     # The Gumbel-max trick of jax.random.categorical, with the argmax as two reductions: XLA's own is ten times slower
     # on a CPU.
-    noisy = logits + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    noisy = logits + jnp.where(greedy[:, None], 0.0, noise)
     ids = jax.lax.broadcasted_iota(jnp.int32, noisy.shape, 1)
     token = jnp.min(jnp.where(noisy == noisy.max(axis=-1, keepdims=True), ids, noisy.shape[-1] - 1), axis=-1)
+    token = jnp.where(forced >= 0, forced, token)
     logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
-    return token, logp
+    return token, jnp.where(greedy, 0.0, logp)

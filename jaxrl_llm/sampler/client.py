@@ -1,0 +1,372 @@
+"""The trainer's end of the wire: requests spread over several rollout workers, each answered exactly once."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from jaxrl_llm import types
+from jaxrl_llm.sampler import requests, wire
+from jaxrl_llm.sampler import rollout_pb2 as pb
+from jaxrl_llm.sampler.requests import Group, More, Request
+
+PROBE_S = 2.0  # a server that takes longer to say that it is there gets no requests
+BACKOFF_S = 0.1, 5.0  # between attempts to reach a server that is down: the first and the longest
+FULL_S = 0.2  # a server that has no room is left alone for so long
+Code = grpc.StatusCode
+WRONG = {Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE, Code.UNIMPLEMENTED}  # no other attempt would do better
+FORBIDDEN = {Code.UNAUTHENTICATED, Code.PERMISSION_DENIED}
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens. As text: host:port, an IPv6 host in brackets."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        host, _, port = text.rpartition(":")
+        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        fits = bare and (":" not in bare or bare != host) and "/" not in bare
+        types.expect(fits and port.isdecimal() and 0 < int(port) < 2**16, "server", text, "host:port")
+        return cls(bare, int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass
+class _Server:
+    """One server as it was seen last. Fields below `channel` are the client's lock's."""
+
+    name: str
+    channel: grpc.Channel
+    up: bool = False  # it may get requests: it answers, and has the newest weights or gets them now
+    instance: str = ""
+    holds: tuple[str, int] | None = None  # instance and version of the weights that were pushed
+    in_flight: int = 0
+    full_until: float = 0.0
+    failures: int = 0  # attempts to reach it or to push to it, since it answered last
+    said: str = "not asked yet"  # with its last failure
+    error: Exception | None = None  # that no other attempt would avoid; raised by the next call
+
+
+@dataclass
+class _Ticket:
+    """A request on its way, the same id in every attempt."""
+
+    request: Request
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    attempts: int = 0
+
+
+def _exception(server: _Server, error: grpc.RpcError, loading: bool = False) -> Exception | None:
+    """What the caller shall see; None if another attempt may succeed."""
+    text = f"{server.name}: {error.details()}"
+    if error.code() in FORBIDDEN:
+        return PermissionError(text)
+    if error.code() in WRONG or (loading and error.code() is Code.FAILED_PRECONDITION):
+        return ValueError(text)
+    return None
+
+
+class Client:
+    """Samples on several servers, as if they were one.
+
+    servers: host:port of each. token: what they ask for. ca: a PEM file of who signed their certificates; None: no
+    TLS. deadline_s: of one attempt. in_flight: groups per server, queued ones included. retries: attempts of one
+    request, after its first, that may fail. patience_s: how long no server at all may answer.
+
+    A server that fails or exceeds a deadline gets nothing until it answers a probe within 2 seconds and has the newest
+    weights: one thread for each server looks after that. All methods may be called from several threads; they raise
+    PermissionError for a wrong token, ValueError for what a server refuses, ConnectionError when patience or retries
+    are over.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        *,
+        token: str | None = None,
+        ca: str | None = None,
+        deadline_s: float = 600.0,
+        in_flight: int = 32,
+        retries: int = 10,
+        patience_s: float = 120.0,
+    ):
+        names = [str(Address.parse(server)) for server in servers]
+        types.expect(names and len(set(names)) == len(names), "servers", list(servers), "at least one, each once")
+        types.expect(deadline_s > 0, "deadline_s", deadline_s, "a positive number")
+        types.expect(in_flight >= 1, "in_flight", in_flight, "at least 1")
+        types.expect(retries >= 0, "retries", retries, "0 or a positive number")
+        types.expect(patience_s > 0, "patience_s", patience_s, "a positive number")
+        types.expect(ca is None or Path(ca).is_file(), "ca", ca, "a file")
+        self.deadline_s, self.in_flight, self.retries, self.patience_s = deadline_s, in_flight, retries, patience_s
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        credentials = None if ca is None else grpc.ssl_channel_credentials(Path(ca).read_bytes())
+        self._servers = [_Server(name, _channel(name, credentials)) for name in names]
+        self._changed = threading.Condition()  # guards what follows, and the servers
+        self._newest: tuple[Mapping[str, np.ndarray], int] | None = None
+        self._closed = False
+        self._keepers = [threading.Thread(target=self._keep, args=(s,), daemon=True) for s in self._servers]
+        for keeper in self._keepers:
+            keeper.start()
+
+    # --- sampling -----------------------------------------------------------------------------------------------
+
+    def sample(self, more: More) -> Iterator[tuple[Request, Group]]:
+        """Groups as they come, until `more` has none and none is in flight.
+
+        Asks `more` only when a server has room, in the caller's thread, between two groups. Closing the iterator
+        cancels what is in flight.
+        """
+        waiting: deque[_Ticket] = deque()
+        running: dict[grpc.Future, tuple[_Ticket, _Server]] = {}
+        done: deque[grpc.Future] = deque()
+        try:
+            while True:
+                if not waiting and not running:
+                    if (request := more()) is None:
+                        return
+                    waiting.append(_ticket(request))
+                while (server := self._claim()) is not None:
+                    if not waiting and (request := more()) is not None:
+                        waiting.append(_ticket(request))
+                    if not waiting:
+                        self._release(server)
+                        break
+                    ticket = waiting.popleft()
+                    call = self._send(ticket, server)
+                    running[call] = ticket, server
+                    call.add_done_callback(lambda call: self._wake(done, call))
+                for call in self._wait(done, bool(waiting)):
+                    ticket, server = running.pop(call)
+                    self._release(server)
+                    if self._failed(call, ticket, server):
+                        waiting.appendleft(ticket)
+                    else:
+                        yield ticket.request, _group(call.result(), ticket.request, server)
+        finally:
+            for call, (_, server) in running.items():
+                call.cancel()
+                self._release(server)
+
+    def ordered(self, requests: Sequence[Request]) -> list[Group]:
+        """The groups of `requests`, in their order."""
+        places: dict[int, deque[int]] = defaultdict(deque)
+        for place, request in enumerate(requests):
+            places[id(request)].append(place)
+        groups: list[Group | None] = [None] * len(requests)
+        left = iter(requests)
+        for request, group in self.sample(lambda: next(left, None)):
+            groups[places[id(request)].popleft()] = group
+        return groups
+
+    def _claim(self) -> _Server | None:
+        """Room on the least loaded server that may get requests."""
+        with self._changed:
+            now = time.monotonic()
+            able = [s for s in self._servers if s.up and s.in_flight < self.in_flight and s.full_until <= now]
+            server = min(able, key=lambda s: s.in_flight, default=None)
+            if server is not None:
+                server.in_flight += 1
+            return server
+
+    def _release(self, server: _Server) -> None:
+        with self._changed:
+            server.in_flight -= 1
+            self._changed.notify_all()
+
+    def _send(self, ticket: _Ticket, server: _Server) -> grpc.Future:
+        with self._changed:
+            instance = server.instance
+        message = wire.to_request_message(ticket.request, ticket.id, instance)
+        sample = server.channel.unary_unary(
+            f"/{wire.SERVICE}/Sample", pb.SampleRequest.SerializeToString, pb.SampleReply.FromString
+        )
+        return sample.future(message, timeout=self.deadline_s, metadata=self._metadata)
+
+    def _wake(self, done: deque[grpc.Future], call: grpc.Future) -> None:
+        with self._changed:
+            done.append(call)
+            self._changed.notify_all()
+
+    def _wait(self, done: deque[grpc.Future], waiting: bool) -> list[grpc.Future]:
+        """The calls that have ended; none if there is room for one that waits."""
+        alone_since = time.monotonic()
+        with self._changed:
+            while not done:
+                self._raise()
+                now = time.monotonic()
+                if any(s.up for s in self._servers):
+                    alone_since = now
+                    if waiting and any(
+                        s.up and s.in_flight < self.in_flight and s.full_until <= now for s in self._servers
+                    ):
+                        return []
+                elif now - alone_since > self.patience_s:
+                    said = "; ".join(f"{s.name}: {s.said}" for s in self._servers)
+                    raise ConnectionError(f"no server answers for {self.patience_s:g} s: {said}")
+                self._changed.wait(FULL_S)
+            ended = list(done)
+            done.clear()
+            return ended
+
+    def _failed(self, call: grpc.Future, ticket: _Ticket, server: _Server) -> bool:
+        """Whether the call is to be made again. Raises what no other attempt would avoid."""
+        error = call.exception()
+        if error is None:
+            return False
+        if exception := _exception(server, error):
+            raise exception
+        with self._changed:
+            if error.code() is Code.RESOURCE_EXHAUSTED:
+                server.full_until = time.monotonic() + FULL_S
+                return True
+            server.up, server.said = False, f"{error.code().name}: {error.details()}"
+            self._changed.notify_all()
+        ticket.attempts += error.code() is not Code.FAILED_PRECONDITION  # it has restarted, nothing was tried
+        if ticket.attempts > self.retries:
+            raise ConnectionError(f"a request failed {ticket.attempts} times, at last on {server.name}: {server.said}")
+        return True
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def push(self, leaves: Mapping[str, np.ndarray], version: int) -> dict[str, float]:
+        """New weights for every server; returns when each has them or has failed, with seconds and bytes sent.
+
+        A server that is down gets them when it is back, before any request: `leaves` are kept until the next push and
+        may not be changed meanwhile.
+        """
+        start = time.monotonic()
+        with self._changed:
+            loaded = -1 if self._newest is None else self._newest[1]
+            types.expect(loaded <= version < 2**31, "version", version, f"at least {max(loaded, 0)}, an int32")
+            self._newest = {name: np.asarray(leaf) for name, leaf in leaves.items()}, version
+            for server in self._servers:
+                server.holds, server.error, server.failures = None, None, 0
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: all(s.holds or s.error or s.failures for s in self._servers) or self._closed)
+            self._raise()
+            reached = sum(s.holds is not None for s in self._servers)
+        return {"seconds": time.monotonic() - start, "bytes": float(reached * wire.size(leaves))}
+
+    def _raise(self) -> None:
+        types.expect(not self._closed, "client", "closed", "a client that is open")
+        for server in self._servers:
+            if server.error is not None:
+                error, server.error = server.error, None
+                self._changed.notify_all()  # another attempt, for the next call
+                raise error
+
+    # --- one thread for each server ------------------------------------------------------------------------------
+
+    def _keep(self, server: _Server) -> None:
+        """While the client is open: see that the server answers and has the newest weights."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (server.error is None and self._behind(server)))
+                if self._closed:
+                    return
+                newest, known = self._newest, server.holds
+            try:
+                instance = self._stats(server).result().instance
+                if newest is not None and known != (instance, newest[1]):
+                    self._load(server, *newest)
+            except grpc.RpcError as error:
+                self._down(server, error)
+                continue
+            with self._changed:
+                server.instance, server.failures = instance, 0
+                server.holds = newest and (instance, newest[1])
+                server.up = newest is self._newest
+                self._changed.notify_all()
+
+    def _behind(self, server: _Server) -> bool:
+        return not server.up or (self._newest is not None and server.holds is None)
+
+    def _down(self, server: _Server, error: grpc.RpcError) -> None:
+        exception = _exception(server, error, loading=True)
+        with self._changed:
+            server.up, server.error = False, exception
+            server.said = f"{error.code().name}: {error.details()}"
+            server.failures += 1
+            newest = self._newest
+            self._changed.notify_all()
+            first, longest = BACKOFF_S
+            pause = min(first * 2 ** min(server.failures - 1, 10), longest)
+            self._changed.wait_for(lambda: self._closed or self._newest is not newest, pause)
+
+    def _stats(self, server: _Server) -> grpc.Future:
+        call = server.channel.unary_unary(
+            f"/{wire.SERVICE}/Stats", pb.StatsRequest.SerializeToString, pb.StatsReply.FromString
+        )
+        return call.future(pb.StatsRequest(), timeout=PROBE_S, metadata=self._metadata)
+
+    def _load(self, server: _Server, leaves: Mapping[str, np.ndarray], version: int) -> None:
+        call = server.channel.stream_unary(
+            f"/{wire.SERVICE}/LoadWeights", pb.Chunk.SerializeToString, pb.LoadReply.FromString
+        )
+        call(wire.to_chunks(leaves, version), timeout=self.deadline_s, metadata=self._metadata)
+
+    # --- the rest -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> list[dict]:
+        """For each server its name and whether it answers within 2 seconds, and if so its statistics."""
+        rows = []
+        for server, call in [(server, self._stats(server)) for server in self._servers]:
+            row = {"server": server.name, "answers": call.exception() is None}
+            if row["answers"]:
+                reply = call.result()
+                row |= {"ready": reply.ready, "version": reply.version, **reply.values}
+            rows.append(row)
+        return rows
+
+    def close(self) -> None:
+        """Ends what is in flight. Calls in other threads raise ValueError."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for server in self._servers:
+            server.channel.close()
+        for keeper in self._keepers:
+            keeper.join()
+
+
+def _channel(name: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    options = [
+        ("grpc.max_send_message_length", wire.MAX_MESSAGE),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        *wire.KEEPALIVE,
+    ]
+    if credentials is None:
+        return grpc.insecure_channel(name, options)
+    return grpc.secure_channel(name, credentials, options)
+
+
+def _ticket(request: Request) -> _Ticket:
+    """ValueError for what no server could serve, before any is asked."""
+    requests.check(request, vocab_size=2**31, max_tokens=2**31 - 1)
+    size = wire.to_request_message(request, "0" * 32, "0" * 32).ByteSize()
+    types.expect(size <= wire.MAX_MESSAGE, "request", f"{size} bytes", f"at most {wire.MAX_MESSAGE} bytes")
+    return _Ticket(request)
+
+
+def _group(reply: pb.SampleReply, request: Request, server: _Server) -> Group:
+    group = wire.from_reply(reply)
+    types.expect(len(group) == request.group, server.name, f"{len(group)} answers", f"group = {request.group}")
+    return group

@@ -1,0 +1,131 @@
+"""What a sampler is asked and what it answers: plain host data, the same in process and over the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl_llm import types
+from jaxrl_llm.data.tokenizers import Tokenizer
+from jaxrl_llm.sampler.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response, or what there is of it. Each token has its log-prob and the weights' version that drew it."""
+
+    tokens: np.ndarray  # int32 [n], the end-of-sequence token included
+    logp: np.ndarray  # float32 [n], of the distribution really drawn from
+    versions: np.ndarray  # int32 [n]
+    finish: str  # eos, stop, length; cancelled: cut before its end, and may be continued
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how its group is to be sampled.
+
+    Answer g depends on (prompt, sampling, seed, draw, g) alone; g runs from 0. `begun`: what earlier calls have drawn
+    of the answers, empty or one an answer: finished ones are returned as they are, cancelled ones are continued.
+    """
+
+    prompt: tuple[int, ...]  # token ids
+    group: int = 1
+    max_tokens: int = 256  # per answer, the end-of-sequence token and what was begun included
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    draw: int = 0
+    begun: tuple[Answer, ...] = ()
+    budget: int = 0  # tokens that this call may add to an answer before it cuts it; 0: no bound
+
+
+Group = tuple[Answer, ...]
+# The next request, or None when there is none for now: it is asked again after each group that was answered.
+More = Callable[[], Request | None]
+
+
+def check(
+    request: Request, *, vocab_size: int, max_prompt_tokens: int | None = None, max_tokens: int | None = None
+) -> None:
+    """Raises ValueError with the field of the request that cannot be served."""
+    r, s = request, request.sampling
+    ids = np.asarray(r.prompt)
+    most = "" if max_prompt_tokens is None else f" to {max_prompt_tokens}"
+    fits = len(ids) >= 1 and (max_prompt_tokens is None or len(ids) <= max_prompt_tokens)
+    types.expect(fits, "prompt", f"{len(ids)} tokens", f"1{most}")
+    types.expect(
+        ids.min() >= 0 and ids.max() < vocab_size,
+        "prompt",
+        [int(ids.min()), int(ids.max())],
+        f"token ids in [0, {vocab_size})",
+    )
+    types.expect(r.group >= 1, "group", r.group, "at least 1")
+    types.expect(r.max_tokens >= 1, "max_tokens", r.max_tokens, "at least 1")
+    types.expect(max_tokens is None or r.max_tokens <= max_tokens, "max_tokens", r.max_tokens, f"at most {max_tokens}")
+    types.expect(0 <= s.temperature < float("inf"), "temperature", s.temperature, "0 (greedy) or a positive number")
+    types.expect(s.top_k >= 0, "top_k", s.top_k, "0 (no filter) or a positive number")
+    types.expect(0 < s.top_p <= 1, "top_p", s.top_p, "a number in (0, 1]")
+    for name in ("seed", "draw"):
+        types.expect(0 <= getattr(r, name) < 2**32, name, getattr(r, name), "a number in [0, 2^32)")
+    types.expect(r.budget >= 0, "budget", r.budget, "0 (no bound) or a positive number")
+    types.expect(all(r.stop), "stop", r.stop, "strings that are not empty")
+    types.expect(len(r.begun) in (0, r.group), "begun", f"{len(r.begun)} answers", f"none, or group = {r.group}")
+    for answer in r.begun:
+        sizes = len(answer.tokens), len(answer.logp), len(answer.versions)
+        types.expect(len(set(sizes)) == 1, "begun", sizes, "as many log-probs and versions as tokens")
+        types.expect(sizes[0] <= r.max_tokens, "begun", sizes[0], f"at most max_tokens = {r.max_tokens} tokens")
+
+
+class Draft:
+    """An answer while it is being drawn."""
+
+    def __init__(self, request: Request, number: int, script: tuple[int, ...] = ()):
+        """script: the tokens it shall have, whatever would be drawn."""
+        self.request, self.number, self.script = request, number, script
+        self.tokens: list[int] = []
+        self.logp: list[float] = []
+        self.versions: list[int] = []
+        self.finish = types.CANCELLED
+        if request.begun:
+            begun = request.begun[number]
+            self.tokens, self.logp, self.versions = (getattr(begun, n).tolist() for n in ("tokens", "logp", "versions"))
+            self.finish = begun.finish
+
+    @property
+    def limit(self) -> int:
+        """Tokens that the answer may have when this call is over."""
+        r = self.request
+        if self.script:
+            return len(self.script)
+        begun = len(r.begun[self.number].tokens) if r.begun else 0
+        return min(r.max_tokens, begun + r.budget) if r.budget else r.max_tokens
+
+    @property
+    def open(self) -> bool:
+        """Whether there is anything to be drawn."""
+        return self.finish == types.CANCELLED and len(self.tokens) < self.limit
+
+    def take(self, tokens: Sequence[int], logp: Sequence[float], version: int, tokenizer: Tokenizer) -> None:
+        """Add what was drawn. A stop string, and then an end-of-sequence token or the limit, ends the answer."""
+        seen = len(self.tokens)
+        self.tokens += tokens
+        self.logp += logp
+        self.versions += [version] * len(tokens)
+        ended = self.tokens[-1] in tokenizer.eos_ids
+        said = self.tokens[:-1] if ended else self.tokens  # the text of an end, "</s>" perhaps, stops nothing
+        holds = lambda n: any(s in tokenizer.decode(said[:n]) for s in self.request.stop)
+        if self.request.stop and holds(len(said)):
+            n = next(n for n in range(min(seen + 1, len(said)), len(said) + 1) if holds(n))
+            self.tokens, self.logp, self.versions = self.tokens[:n], self.logp[:n], self.versions[:n]
+            self.finish = types.STOP
+        elif ended:
+            self.finish = types.EOS
+        elif len(self.tokens) >= self.request.max_tokens:
+            self.finish = types.LENGTH
+
+    def answer(self) -> Answer:
+        array = lambda x, dtype: np.array(x, dtype)
+        arrays = array(self.tokens, np.int32), array(self.logp, np.float32), array(self.versions, np.int32)
+        return Answer(*arrays, self.finish)

@@ -1,0 +1,448 @@
+"""A rollout worker: gRPC service over a backend that samples, readiness and metrics over HTTP, a supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import ctypes
+import hmac
+import ipaddress
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import numpy as np
+import prometheus_client
+from prometheus_client.core import GaugeMetricFamily
+
+from jaxrl_llm import types
+from jaxrl_llm.sampler import requests, wire
+from jaxrl_llm.sampler import rollout_pb2 as pb
+from jaxrl_llm.sampler.requests import Draft, Group, Request
+
+MAX_GROUP = 1024  # answers of one request
+REMEMBERED = 64 * 2**20  # bytes of replies that are kept for attempts that come again
+LISTENING = "listening on"  # a server's line when it is ready
+GRACE_S = 5.0  # what runs at SIGTERM may go on for so long
+Register = Callable[[grpc.aio.Server], None]
+
+
+class Backend(Protocol):
+    """What samples. Every method may be called from any thread; only `load` and `close` may take their time."""
+
+    vocab_size: int
+    max_prompt_tokens: int
+    max_tokens: int
+    version: int  # of the weights
+    manifest: wire.Manifest
+
+    def submit(self, request: Request) -> concurrent.futures.Future[Group]:
+        """Queue a request that `requests.check` has passed; ValueError if it cannot be served nevertheless."""
+
+    def cancel(self, future: concurrent.futures.Future[Group]) -> None:
+        """Free the request's slots; its answers are cut where they are, with finish `cancelled`."""
+
+    def load(self, leaves: dict[str, np.ndarray], version: int) -> float:
+        """Swap all weights between two tokens; the seconds it took. ValueError: the old ones stay."""
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Work:
+    """A request that is being sampled, and how many calls wait for it."""
+
+    future: concurrent.futures.Future[Group]
+    group: asyncio.Future[Group]  # the same for the event loop
+    waiters: int = 0
+
+
+class Service:
+    """The coroutines behind rollout.proto. Status codes: see `sample` and `load_weights`."""
+
+    def __init__(self, backend: Backend, max_waiting: int = 256):
+        types.expect(max_waiting >= 1, "max_waiting", max_waiting, "at least 1")
+        self.backend, self.max_waiting = backend, max_waiting
+        self.instance, self.ready = uuid.uuid4().hex, True
+        self.counts: Counter[str] = Counter(answered=0, repeated=0, refused=0, cancelled=0, loaded=0)
+        self._running: dict[bytes, _Work] = {}  # by the request's bytes, its id among them
+        self._answered: OrderedDict[bytes, pb.SampleReply] = OrderedDict()
+        self._remembered = 0
+        self._assembling, self._swapping = asyncio.Lock(), threading.Lock()
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """Messages arrive as bytes: the methods parse them, so that garbage gets a status of its own."""
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
+        methods = {
+            "Sample": unary(self.sample, response_serializer=pb.SampleReply.SerializeToString),
+            "LoadWeights": stream(self.load_weights, response_serializer=pb.LoadReply.SerializeToString),
+            "Stats": unary(self.stats, response_serializer=pb.StatsReply.SerializeToString),
+        }
+        return grpc.method_handlers_generic_handler(wire.SERVICE, methods)
+
+    async def sample(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.SampleReply:
+        """The whole group. An attempt that comes again joins the one that runs, or gets its answer.
+
+        INVALID_ARGUMENT: cannot be served. FAILED_PRECONDITION: meant for a server that has restarted since.
+        RESOURCE_EXHAUSTED: `max_waiting` groups are being sampled. UNAVAILABLE: cut by the server. UNKNOWN: it failed.
+        A call that ends early, by deadline or cancelled, cancels the group unless another call waits for it.
+        """
+        try:
+            message = wire.parse(pb.SampleRequest, data)
+            request = self._request(message)
+        except ValueError as error:
+            self.counts["refused"] += 1
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if message.instance not in ("", self.instance):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the server has restarted since its last Stats")
+        if data in self._answered:
+            self.counts["repeated"] += 1
+            return self._answered[data]
+        if data in self._running:
+            self.counts["repeated"] += 1
+        elif len(self._running) >= self.max_waiting:
+            self.counts["refused"] += 1
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{len(self._running)} groups are being sampled")
+        try:
+            group = await self._wait(data, self._running.get(data) or self._submit(data, request))
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if any(a.finish == types.CANCELLED and len(a.tokens) < Draft(request, g).limit for g, a in enumerate(group)):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has cut the group")
+        return self._remember(data, wire.to_reply(group))
+
+    def _request(self, message: pb.SampleRequest) -> Request:
+        request, b = wire.from_request_message(message), self.backend
+        types.expect(request.group <= MAX_GROUP, "group", request.group, f"at most {MAX_GROUP}")
+        requests.check(request, vocab_size=b.vocab_size, max_prompt_tokens=b.max_prompt_tokens, max_tokens=b.max_tokens)
+        return request
+
+    def _submit(self, data: bytes, request: Request) -> _Work:
+        future = self.backend.submit(request)
+        work = self._running[data] = _Work(future, asyncio.wrap_future(future))
+        work.group.add_done_callback(lambda _: self._forget(data, work))
+        return work
+
+    def _forget(self, data: bytes, work: _Work) -> None:
+        if self._running.get(data) is work:
+            del self._running[data]
+
+    async def _wait(self, data: bytes, work: _Work) -> Group:
+        work.waiters += 1
+        try:
+            return await asyncio.shield(work.group)  # shielded: the future is the backend's, it alone resolves it
+        finally:
+            work.waiters -= 1
+            if not work.waiters and not work.group.done():
+                self.counts["cancelled"] += 1
+                self._forget(data, work)
+                self.backend.cancel(work.future)
+
+    def _remember(self, data: bytes, reply: pb.SampleReply) -> pb.SampleReply:
+        if data not in self._answered:
+            self.counts["answered"] += 1
+            self._answered[data] = reply
+            self._remembered += reply.ByteSize()
+        while self._remembered > REMEMBERED:
+            self._remembered -= self._answered.popitem(last=False)[1].ByteSize()
+        return reply
+
+    async def load_weights(self, chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.LoadReply:
+        """All weights, swapped when the last byte is verified; after any error the old ones stay.
+
+        INVALID_ARGUMENT: not this model's leaves, or no message. FAILED_PRECONDITION: a lower version than the one that
+        is loaded. DATA_LOSS: damaged, out of order or incomplete.
+        """
+        try:
+            async with self._assembling:  # host memory for one copy, whoever pushes
+                assembly = await self._assemble(chunks, context)
+                leaves = assembly.finish()
+            seconds = await asyncio.to_thread(self._swap, leaves, assembly.version)
+        except OSError as error:
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        self.counts["loaded"] += 1
+        return pb.LoadReply(version=assembly.version, seconds=seconds)
+
+    async def _assemble(self, chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> wire.Assembly:
+        assembly = None
+        async for data in chunks:
+            chunk = wire.parse(pb.Chunk, data)
+            if assembly is not None:
+                assembly.add(chunk)
+                continue
+            if chunk.WhichOneof("part") != "header":
+                raise OSError(f"a {chunk.WhichOneof('part')} before the header")
+            version, loaded = chunk.header.version, self.backend.version
+            if version < loaded:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"version={version}: {loaded} is loaded")
+            assembly = wire.Assembly(chunk.header, self.backend.manifest)
+        if assembly is None:
+            raise OSError("no header")
+        return assembly
+
+    def _swap(self, leaves: dict[str, np.ndarray], version: int) -> float:
+        with self._swapping:  # a thread's lock: a call that is cancelled leaves its thread at work
+            loaded = self.backend.version  # by another push, meanwhile
+            types.expect(version >= loaded, "version", version, f"at least {loaded}, which is loaded")
+            return self.backend.load(leaves, version)
+
+    async def stats(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.StatsReply:
+        try:
+            wire.parse(pb.StatsRequest, data)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        version = self.backend.version
+        return pb.StatsReply(ready=self.ready, instance=self.instance, version=version, values=self.values())
+
+    def values(self) -> dict[str, float]:
+        """The backend's statistics and the service's counts, as plain numbers."""
+        values = {**self.backend.stats(), **self.counts, "running": len(self._running)}
+        return {name: float(value) for name, value in values.items()}
+
+
+# --- the listening socket ---------------------------------------------------------------------------------------
+
+
+def _knows(token: str, authorization: str | None) -> bool:
+    return hmac.compare_digest((authorization or "").encode(), f"Bearer {token}".encode())
+
+
+class _Auth(grpc.aio.ServerInterceptor):
+    """UNAUTHENTICATED for every method of the port, known or not, unless the call brings the token."""
+
+    def __init__(self, token: str):
+        self._token = token
+
+    async def intercept_service(self, continuation: Callable, details: grpc.HandlerCallDetails) -> Any:
+        if _knows(self._token, dict(details.invocation_metadata or ()).get("authorization")):
+            return await continuation(details)
+
+        async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: expected Bearer and the token")
+
+        return grpc.stream_stream_rpc_method_handler(refuse)  # reads nothing, whatever the method's kind
+
+
+def check_listen(host: str, token: str | None, cert: str | None, key: str | None) -> None:
+    """ValueError unless it is safe to listen there."""
+    types.expect((cert is None) == (key is None), "cert, key", (cert, key), "both or none")
+    for name, path in (("cert", cert), ("key", key)):
+        types.expect(path is None or Path(path).is_file(), name, path, "a file")
+    types.expect(token is None or (token.isascii() and token.strip()), "token", "(not shown)", "ASCII, not blank")
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    types.expect(loopback or token is not None, "host", host, "127.0.0.1 or another loopback address without a token")
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bind(host: str, port: int, token: str | None, cert: str | None, key: str | None) -> tuple[grpc.aio.Server, int]:
+    """A server that has its port (0: any that is free) but does not answer yet. OSError if the port is taken."""
+    check_listen(host, token, cert, key)
+    options = [
+        ("grpc.max_receive_message_length", wire.MAX_MESSAGE),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),  # or two servers would share a port, unnoticed
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # or clients that look for dead peers are cut off
+        *wire.KEEPALIVE,
+    ]
+    server = grpc.aio.server(interceptors=[_Auth(token)] if token else [], options=options)
+    address = _address(host, port)
+    try:
+        if cert and key:
+            pair = (Path(key).read_bytes(), Path(cert).read_bytes())
+            port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+        else:
+            port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from None
+    return server, port
+
+
+# --- readiness and metrics over HTTP ----------------------------------------------------------------------------
+
+
+class _Metrics:
+    """A Prometheus collector: one gauge for each of the service's values."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, value in self._service.values().items():
+            yield GaugeMetricFamily(f"jaxrl_{name}", f"{name} of the rollout worker", value)
+
+
+def _page(path: str, service: Service | None) -> tuple[int, bytes]:
+    if path == "/healthz":
+        return 200, b"alive\n"
+    if path == "/readyz":
+        return (200, b"ready\n") if service and service.ready else (503, b"not ready\n")
+    if path == "/metrics":
+        own = prometheus_client.CollectorRegistry()
+        if service:
+            own.register(_Metrics(service))
+        return 200, prometheus_client.generate_latest() + prometheus_client.generate_latest(own)
+    return 404, b"there are /healthz, /readyz, /metrics\n"
+
+
+@contextmanager
+def http(host: str, port: int, token: str | None, service: Callable[[], Service | None]) -> Iterator[int]:
+    """Serves /healthz, /readyz and /metrics meanwhile; yields the port. /metrics wants the token, if there is one."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0  # seconds that a silent connection may keep its thread
+
+        def do_GET(self) -> None:
+            refused = token and self.path == "/metrics" and not _knows(token, self.headers["authorization"])
+            status, body = (401, b"expected the token\n") if refused else _page(self.path, service())
+            self.send_response(status)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer((host, port), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+# --- the process ------------------------------------------------------------------------------------------------
+
+
+def serve(
+    make_backend: Callable[[], Backend],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    cert: str | None = None,
+    key: str | None = None,
+    metrics_port: int | None = None,
+    max_waiting: int = 256,
+    register: Register | None = None,
+) -> None:
+    """Samples for whoever asks, until SIGTERM or SIGINT; to be called in the main thread.
+
+    Takes its ports first (0: any that is free), then makes the backend, prints `listening on host:port` and answers.
+    token: what every call must bring; a host beyond loopback wants one. cert, key: PEM files, for TLS. metrics_port:
+    of /healthz, /readyz and /metrics on the same host. register: adds further services to the server.
+    """
+
+    async def run() -> None:
+        server, bound = bind(host, port, token, cert, key)
+        service, stop = None, asyncio.Event()
+        with nullcontext() if metrics_port is None else http(host, metrics_port, token, lambda: service) as metrics:
+            backend = make_backend()
+            try:
+                service = Service(backend, max_waiting)
+                server.add_generic_rpc_handlers((service.handlers(),))
+                if register is not None:
+                    register(server)
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    asyncio.get_running_loop().add_signal_handler(number, stop.set)
+                await server.start()
+                if metrics is not None:
+                    print(f"metrics on {_address(host, metrics)}", flush=True)
+                print(f"{LISTENING} {_address(host, bound)}", flush=True)
+                await stop.wait()
+                service.ready = False
+                await server.stop(GRACE_S)
+            finally:
+                backend.close()
+
+    asyncio.run(run())
+
+
+def _dies_with_parent(libc: ctypes.CDLL, parent: int) -> None:
+    """In the child, before its program: SIGKILL when the supervisor is gone, or is gone already."""
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _start(command: list[str]) -> tuple[subprocess.Popen, threading.Event]:
+    """The child, and what is set when it listens. Its output goes on to ours."""
+    before = partial(_dies_with_parent, ctypes.CDLL(None), os.getpid()) if sys.platform == "linux" else None
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", preexec_fn=before)
+    ready = threading.Event()
+
+    def pass_on() -> None:
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            if line.startswith(LISTENING):
+                ready.set()
+
+    threading.Thread(target=pass_on, daemon=True).start()
+    return child, ready
+
+
+def _end(child: subprocess.Popen) -> None:
+    child.terminate()
+    try:
+        child.wait(GRACE_S + 10)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def supervise(command: list[str], *, deaths: int = 5, within_s: float = 60.0, backoff_s: float = 0.5) -> int:
+    """Runs a command that calls `serve`, again each time it dies, until SIGTERM or SIGINT; its exit code at the end.
+
+    To be called in the main thread; the command names its port, or it would have another one each time. Waits
+    `backoff_s` before it starts again, twice as long after each death before the child listened, 10 s at most. A child
+    that ends with exit code 0 has been told to. RuntimeError: `deaths` within `within_s` and it never listened.
+    """
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    died: deque[float] = deque(maxlen=deaths)
+    try:
+        while True:
+            child, ready = _start(command)
+            try:
+                while child.poll() is None and not stop.wait(0.05):
+                    pass
+            finally:
+                _end(child)
+            if stop.is_set() or child.returncode == 0:
+                return child.returncode
+            code, delay_s = child.returncode, backoff_s
+            if ready.is_set():
+                died.clear()
+            else:
+                died.append(time.monotonic())
+                delay_s = min(backoff_s * 2 ** (len(died) - 1), 10.0)
+            if len(died) == deaths and died[-1] - died[0] < within_s:
+                raise RuntimeError(f"{command} died {deaths} times and never listened: its last exit code is {code}")
+            print(f"{command[0]} died with exit code {code}: starting it again", file=sys.stderr, flush=True)
+            if stop.wait(delay_s):
+                return code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,189 @@
+"""Messages of rollout.proto from and to plain host data, and weights cut into checked chunks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from jaxrl_llm import types
+from jaxrl_llm.sampler import rollout_pb2 as pb
+from jaxrl_llm.sampler.requests import Answer, Group, Request
+from jaxrl_llm.sampler.sampling import Sampling
+
+SERVICE = "jaxrl.Rollout"
+CHUNK = 2**20  # bytes of weights in one message, at most
+MAX_MESSAGE = 4 * 2**20 + CHUNK  # bytes of one message that a server receives, at most
+# Idle connections are probed: a peer that is gone without a word is noticed within 15 seconds.
+KEEPALIVE = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
+KEEPALIVE += [("grpc.keepalive_permit_without_calls", 1)]
+
+M = TypeVar("M", bound=Message)
+Manifest = Mapping[str, tuple[tuple[int, ...], Any]]  # leaf -> shape, dtype
+
+
+def parse(message: type[M], data: bytes) -> M:
+    """The message that `data` is; ValueError if it is none."""
+    try:
+        return message.FromString(data)
+    except DecodeError as error:
+        raise ValueError(f"{len(data)} bytes: expected a {message.DESCRIPTOR.full_name} ({error})") from None
+
+
+# --- requests and answers ---------------------------------------------------------------------------------------
+
+
+def _answer_message(answer: Answer) -> pb.Answer:
+    columns = {name: getattr(answer, name).tolist() for name in ("tokens", "logp", "versions")}
+    return pb.Answer(**columns, finish=answer.finish)
+
+
+def _answer(message: pb.Answer) -> Answer:
+    sizes = len(message.tokens), len(message.logp), len(message.versions)
+    types.expect(len(set(sizes)) == 1, "answer", sizes, "as many log-probs and versions as tokens")
+    column = lambda name, dtype: np.fromiter(getattr(message, name), dtype, sizes[0])
+    return Answer(
+        column("tokens", np.int32), column("logp", np.float32), column("versions", np.int32), str(message.finish)
+    )
+
+
+def to_request_message(request: Request, id: str, instance: str = "") -> pb.SampleRequest:
+    """`request`, which `requests.check` has passed, for the server `instance` ("": for any)."""
+    r, s = request, request.sampling
+    return pb.SampleRequest(
+        id=id,
+        instance=instance,
+        prompt=r.prompt,
+        group=r.group,
+        max_tokens=r.max_tokens,
+        temperature=s.temperature,
+        top_k=s.top_k,
+        top_p=s.top_p,
+        stop=r.stop,
+        seed=r.seed,
+        draw=r.draw,
+        begun=[_answer_message(answer) for answer in r.begun],
+        budget=r.budget,
+    )
+
+
+def from_request_message(message: pb.SampleRequest) -> Request:
+    """The request, not checked but for its id, which may not be empty, and the columns of its begun answers."""
+    types.expect(message.id, "id", message.id, "a string that is not empty")
+    m = message
+    return Request(
+        prompt=tuple(m.prompt),
+        group=m.group,
+        max_tokens=m.max_tokens,
+        sampling=Sampling(m.temperature, m.top_k, m.top_p),
+        stop=tuple(m.stop),
+        seed=m.seed,
+        draw=m.draw,
+        begun=tuple(_answer(answer) for answer in m.begun),
+        budget=m.budget,
+    )
+
+
+def to_reply(group: Sequence[Answer]) -> pb.SampleReply:
+    return pb.SampleReply(answers=[_answer_message(answer) for answer in group])
+
+
+def from_reply(reply: pb.SampleReply) -> Group:
+    return tuple(_answer(answer) for answer in reply.answers)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------
+
+
+def _digest(header: pb.Header) -> Any:
+    leaves = [(leaf.name, leaf.dtype, tuple(leaf.shape)) for leaf in header.leaves]
+    return hashlib.blake2b(repr((header.version, leaves)).encode(), digest_size=32)
+
+
+def size(leaves: Mapping[str, np.ndarray]) -> int:
+    """Bytes of all leaves."""
+    return sum(leaf.nbytes for leaf in leaves.values())
+
+
+def to_chunks(leaves: Mapping[str, np.ndarray], version: int) -> Iterator[pb.Chunk]:
+    """The header, the data in chunks of at most CHUNK bytes, the digest."""
+    described = [pb.Leaf(name=n, dtype=x.dtype.name, shape=x.shape, bytes=x.nbytes) for n, x in leaves.items()]
+    header = pb.Header(version=version, leaves=described, bytes=size(leaves))
+    yield pb.Chunk(header=header)
+    digest, sequence = _digest(header), 0
+    for leaf in leaves.values():
+        flat = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+        for start in range(0, flat.size, CHUNK):
+            data = flat[start : start + CHUNK].tobytes()
+            digest.update(data)
+            yield pb.Chunk(data=pb.Data(sequence=sequence, data=data, crc32=zlib.crc32(data)))
+            sequence += 1
+    yield pb.Chunk(digest=digest.digest())
+
+
+def _check_header(header: pb.Header, manifest: Manifest) -> None:
+    types.expect(0 <= header.version < 2**31, "version", header.version, "a number in [0, 2^31)")
+    names = [leaf.name for leaf in header.leaves]
+    types.expect(len(set(names)) == len(names), "leaves", names, "each name once")
+    missing, unknown = sorted(set(manifest) - set(names)), sorted(set(names) - set(manifest))
+    types.expect(not missing, "leaves", f"without {missing[:3]}", f"all {len(manifest)} leaves of the model")
+    types.expect(not unknown, "leaves", unknown[:3], "leaves of the model")
+    for leaf in header.leaves:
+        shape, dtype = tuple(manifest[leaf.name][0]), np.dtype(manifest[leaf.name][1])
+        types.expect(tuple(leaf.shape) == shape, f"{leaf.name} shape", tuple(leaf.shape), str(shape))
+        types.expect(leaf.dtype == dtype.name, f"{leaf.name} dtype", leaf.dtype, dtype.name)
+        expected = math.prod(shape) * dtype.itemsize
+        types.expect(leaf.bytes == expected, f"{leaf.name} bytes", leaf.bytes, str(expected))
+    total = sum(leaf.bytes for leaf in header.leaves)
+    types.expect(header.bytes == total, "bytes", header.bytes, f"{total}, the sum of the leaves")
+
+
+class Assembly:
+    """Leaves in host memory, from the chunks of one LoadWeights.
+
+    ValueError: the header asks for other leaves than the model has. OSError: the data are damaged, out of their order
+    or not complete. After an error the assembly is of no use.
+    """
+
+    def __init__(self, header: pb.Header, manifest: Manifest):
+        _check_header(header, manifest)  # before memory is taken for what it announces
+        self.version = header.version
+        self._leaves = {leaf.name: np.empty(tuple(leaf.shape), manifest[leaf.name][1]) for leaf in header.leaves}
+        self._room = [flat for x in self._leaves.values() if (flat := x.reshape(-1).view(np.uint8)).size][::-1]
+        self._hash, self._sequence, self._digest = _digest(header), 0, b""
+
+    def add(self, chunk: pb.Chunk) -> None:
+        """The next message after the header."""
+        if self._digest or chunk.WhichOneof("part") not in ("data", "digest"):
+            raise OSError(
+                f"a {chunk.WhichOneof('part')} after chunk {self._sequence - 1}: expected data, then a digest"
+            )
+        if chunk.digest:
+            self._digest = chunk.digest
+            return
+        data, sequence = chunk.data.data, chunk.data.sequence
+        if sequence != self._sequence:
+            raise OSError(f"sequence={sequence}: expected {self._sequence}")
+        if zlib.crc32(data) != chunk.data.crc32:
+            raise OSError(f"chunk {sequence}: its CRC32 is not the one it was sent with")
+        if not 0 < len(data) <= (self._room[-1].size if self._room else 0):
+            raise OSError(f"chunk {sequence} has {len(data)} bytes: expected at most what its leaf lacks")
+        room = self._room.pop()
+        room[: len(data)] = np.frombuffer(data, np.uint8)
+        if len(data) < room.size:
+            self._room.append(room[len(data) :])
+        self._hash.update(data)
+        self._sequence += 1
+
+    def finish(self) -> dict[str, np.ndarray]:
+        """The leaves, complete and as they were sent."""
+        if self._room:
+            raise OSError(f"{sum(room.size for room in self._room)} bytes are missing after chunk {self._sequence - 1}")
+        if self._digest != self._hash.digest():
+            raise OSError("the BLAKE2b digest of all data is not the one that was sent")
+        return self._leaves
