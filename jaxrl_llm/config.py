@@ -1,4 +1,4 @@
-"""One tree of frozen dataclasses: what a run is. Overrides by path, validation before any device work, JSON both ways.
+"""One tree of frozen dataclasses: what a run is. Validation before any device work, JSON both ways.
 
 Functions are configuration: a field may hold a function or a `functools.partial`, and a path may go on into the
 partial's keywords (`algorithm.loss.clip_high=0.3`).
@@ -6,19 +6,17 @@ partial's keywords (`algorithm.loss.clip_high=0.3`).
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import json
-import re
 import types as pytypes
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +27,7 @@ from jaxrl_llm.data import tokenizers
 from jaxrl_llm.functions import nearest, unbound
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.optim import Optimizer
+from jaxrl_llm.overrides import coerce, override
 from jaxrl_llm.types import Prompt
 
 
@@ -61,8 +60,16 @@ class Rollout:
     top_p: float = 1.0
     allow_filtered: bool = False
     stop: tuple[str, ...] = ()
-    slots: int = 0  # prompts decoded at once; 0: all
+    slots: int = 0  # answers decoded at once; 0: those of a batch
     tokens_per_call: int = 32
+    dtype: Literal["", "float32", "bfloat16", "int8"] = ""  # the sampler computes in; "": as the learner; int8: weights
+    kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""  # of its keys and values; "": as it computes
+    zero_gap: bool = False  # old log-probs from the sampler's own kernels: equal to its own bit for bit
+    schedule: Literal["sync", "ahead", "async"] = "sync"  # see schedules.py
+    max_staleness: int = 1  # updates that an answer may be old, with schedule="async"
+    budget: int = 0  # tokens that an answer may grow by before others have their turn; 0: no bound
+    servers: tuple[str, ...] = ()  # host:port of samplers (jaxrl serve); none: sample in this process
+    servers_ca: str | None = None  # file with the certificate that signed theirs; None: no TLS
     max_rounds: int = 10  # of sampling before a group filter gives up
     difficulty: Callable | None = None  # Prompt → number: a curriculum, one pass from the easiest to the hardest
 
@@ -110,86 +117,6 @@ class Config:
         return self.steps + (0 if self.algorithm.critic is None else self.algorithm.critic.pretrain)
 
 
-# --- overrides ----------------------------------------------------------------------------------------------------
-
-
-def _parse(text: str) -> Any:
-    """A Python literal; any other text stands for itself."""
-    try:
-        return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text, text))
-    except (ValueError, SyntaxError):
-        return text
-
-
-def override(config: Any, assignment: str) -> Any:
-    """`config` with one `path.to.field=value`. Raises ValueError with the nearest name for an unknown path."""
-    path, equals, text = assignment.partition("=")
-    if not equals:
-        raise ValueError(f"--set {assignment}: expected path.to.field=value")
-    return _set(config, path.split("."), _parse(text), path)
-
-
-def _set(node: Any, path: list[str], value: Any, full: str) -> Any:
-    name, rest = path[0], path[1:]
-    if dataclasses.is_dataclass(node):
-        hints = typing.get_type_hints(type(node))
-        if name not in hints:
-            raise ValueError(f"{full}: no field {name!r} in {type(node).__name__}; {nearest(name, list(hints))}")
-        if rest:
-            return replace(node, **{name: _set(getattr(node, name), rest, value, full)})
-        return replace(node, **{name: _coerce(hints[name], value, full)})
-    if callable(node):
-        fn, keywords = unbound(node)
-        parameters = inspect.signature(fn).parameters
-        known = [n for n, p in parameters.items() if p.default is not p.empty or n in keywords]
-        if name not in known:
-            raise ValueError(f"{full}: {fn.__name__} takes no {name!r}; {nearest(name, known)}")
-        now = keywords.get(name, parameters[name].default)
-        hint = functions.hints(fn).get(name, Callable if callable(now) else Any)
-        return partial(fn, **{**keywords, name: _set(now, rest, value, full) if rest else _coerce(hint, value, full)})
-    if isinstance(node, tuple) and name.isdigit() and int(name) < len(node):
-        i = int(name)
-        return (*node[:i], _set(node[i], rest, value, full) if rest else value, *node[i + 1 :])
-    if isinstance(node, Mapping) and not rest:
-        return {**node, name: value}
-    raise ValueError(f"{full}: {node!r} has no field {name!r}")
-
-
-def _coerce(hint: Any, value: Any, where: str) -> Any:
-    """`value` as `hint` wants it, or ValueError. Ints pass for floats, lists for tuples, module:name for functions."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or (hint is type(None) and value is None):
-        return value
-    if isinstance(value, str) and ":" in value and any(map(functions.is_function, (hint, *args))):
-        return functions.function(value, None)
-    if origin in (typing.Union, pytypes.UnionType):
-        for option in sorted(args, key=lambda a: a is not type(value)):
-            try:
-                return _coerce(option, value, where)
-            except ValueError:
-                continue
-    elif origin is typing.Literal:
-        if value in args:
-            return value
-    elif origin in (tuple, list, Sequence):
-        if isinstance(value, list | tuple):
-            return tuple(_coerce(args[0], v, f"{where}.{i}") for i, v in enumerate(value))
-    elif functions.is_function(hint):
-        if callable(value):
-            return value
-    elif origin in (dict, Mapping):
-        if isinstance(value, Mapping):
-            return {k: _coerce(args[1], v, f"{where}.{k}") for k, v in value.items()}
-    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    elif isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
-        return value
-    expected = (
-        getattr(hint, "__name__", None) if origin is None else re.sub(r"(typing|collections\.abc)\.", "", str(hint))
-    )
-    raise ValueError(f"{where}: {value!r} is not valid; expected {expected}")
-
-
 # --- validation ---------------------------------------------------------------------------------------------------
 
 AT_LEAST = {
@@ -197,7 +124,8 @@ AT_LEAST = {
     "rollout.tokens_per_call rollout.max_rounds mesh.data mesh.fsdp mesh.tensor evaluation.problems evaluation.samples "
     "checkpoint.every checkpoint.keep algorithm.updates_per_batch algorithm.epochs model.vocab_size model.layers "
     "model.width model.heads model.kv_heads model.head_width model.mlp_width",
-    0: "rollout.slots rollout.top_k evaluation.every logged_samples seed algorithm.length_warmup",
+    0: "rollout.slots rollout.budget rollout.max_staleness rollout.top_k evaluation.every logged_samples seed "
+    "algorithm.length_warmup",
 }
 
 
@@ -220,6 +148,7 @@ def validate(config: Config) -> Config:
     expected += f"{m.data} × {m.fsdp} × {a.updates_per_batch} × {config.micro_batches}"
     _expect(r.prompts % (ways * parts) == 0, "rollout.prompts", r.prompts, expected)
     _expect(r.slots % ways == 0, "rollout.slots", r.slots, f"a multiple of mesh.data × mesh.fsdp = {ways}")
+    _validate_sampler(r)
     _validate_algorithm(a, config, ways)
     heads, kv_heads, head_width = config.model.heads, config.model.kv_heads, config.model.head_width
     _expect(heads % kv_heads == 0, "model.heads", heads, f"a multiple of model.kv_heads = {kv_heads}")
@@ -230,6 +159,20 @@ def validate(config: Config) -> Config:
     for name, make in (("task", config.task), ("tokenizer", config.tokenizer)):
         _validate_call(make, name)
     return config
+
+
+def _validate_sampler(r: Rollout) -> None:
+    own = r.schedule == "sync" and not r.servers and not r.budget
+    expected = "False unless rollout.schedule is sync, rollout.servers is empty and rollout.budget is 0"
+    _expect(own or not r.zero_gap, "rollout.zero_gap", r.zero_gap, expected)
+    many = r.schedule != "sync" and not r.servers and jax.process_count() > 1
+    expected = "sync with several processes that sample themselves: threads on several hosts would wait for each other"
+    _expect(not many, "rollout.schedule", r.schedule, expected)
+    expected = f"below rollout.max_response_tokens = {r.max_response_tokens}, or 0"
+    _expect(r.budget < r.max_response_tokens, "rollout.budget", r.budget, expected)
+    for i, server in enumerate(r.servers):
+        host, _, port = server.rpartition(":")
+        _expect(host and port.isdecimal(), f"rollout.servers.{i}", server, "host:port")
 
 
 def _validate_algorithm(a: Algorithm, config: Config, ways: int) -> None:
@@ -336,7 +279,7 @@ def _types(node: Any, path: str) -> None:
     hints = typing.get_type_hints(type(node))
     for f in dataclasses.fields(node):
         value, where = getattr(node, f.name), f"{path}{f.name}"
-        _coerce(hints[f.name], value, where)
+        coerce(hints[f.name], value, where)
         for i, inner in enumerate(value if isinstance(value, tuple) else (value,)):
             if dataclasses.is_dataclass(inner):
                 _types(inner, f"{where}.{i}." if isinstance(value, tuple) else f"{where}.")

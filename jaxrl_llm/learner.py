@@ -19,9 +19,10 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import Algorithm, call, wants
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import templates
+from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.optim import make_optimizer, reset_moments, schedule
-from jaxrl_llm.rollouts import Scored, Stream, encoded
+from jaxrl_llm.rollouts import Scored, encoded
 from jaxrl_llm.train_step import init_state, make_logprobs, make_train_step
 from jaxrl_llm.types import Batch, Reward, Rollouts, Task, TrainState
 
@@ -179,6 +180,9 @@ def learn_batch(learner: Learner, state: TrainState, seen: Scored) -> tuple[Batc
         batch = replace(batch, correct=jax.device_put(np.array([r.correct for r in seen.rewards]), placed))
     if a.bypass:
         batch = replace(batch, old_logp=batch.sampler_logp)
+    elif seen.old_logp is not None:
+        fit = batch.mask.shape[1] - seen.old_logp.shape[1]
+        batch = replace(batch, old_logp=jax.device_put(np.pad(seen.old_logp, ((0, 0), (0, fit))), placed))
     elif a.needs_old:
         batch = replace(batch, old_logp=learner.logprobs(state.params, batch)[0])
     if a.needs_reference:

@@ -6,7 +6,10 @@ begins with `perf/`, so two runs of one config agree on all the other names.
 reward/mean reward/std                     of the responses' values
 accuracy eval/accuracy                     fraction correct, of the rollouts and of held-out problems
 groups/all_correct groups/all_wrong        fraction of the groups that teach nothing
+groups/sampled groups/stale                groups answered for this batch; groups dropped as too old
 length/mean /max /correct /wrong           tokens; NaN where no response is correct, or none is wrong
+length/accepted /rejected                  tokens, of groups that the filter kept and of the others
+staleness/mean /max                        updates between the weights that drew a token and those that learn from it
 truncated                                  fraction of responses cut at the token limit
 entropy kl/old kl/ref                      nats per token
 clip/low clip/high                         fraction of tokens without gradient because of a bound on the ratio
@@ -256,6 +259,10 @@ class Stopwatch:
             yield
         finally:
             self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    def add(self, stage: str, seconds: float) -> None:
+        """Correct a stage by what was measured elsewhere."""
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
 
     def seconds(self) -> dict[str, float]:
         """Stage → seconds since the last `reset`; logged as perf/<stage>_s."""

@@ -1,121 +1,21 @@
-"""Groups of answers for prompts, their rewards, and dynamic sampling."""
+"""Groups of answers for prompts, their rewards, and the sampling that goes on until a batch is full."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from types import MappingProxyType
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.sampler import decode
-from jaxrl_llm.sampler.decode import Engine
-from jaxrl_llm.types import Prompt, Reward, Rollouts, Task
-
-Solved = Mapping[int, tuple[int, int]]  # place of a prompt in Task.train → answers seen, correct ones
-
-
-RARELY = 1e-3  # what is solved may be forgotten
-
-
-def success_rate(solved: Solved, place: int) -> float:
-    """Share of correct answers so far, 0 for a prompt that was never answered."""
-    seen, correct = solved.get(place, (0, 0))
-    return correct / seen if seen else 0.0
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Training prompts in an order fixed by the seed and by what was solved. `draw` is the only position.
-
-    A new shuffle each epoch; or, with `difficulty`, one pass from the easiest problem to the hardest, spread over the
-    first `total` draws; or, if `prioritized`, drawn with probability ∝ 1 − success rate, but never below RARELY, those
-    of one batch without replacement (Kimi k1.5, 2501.12599). Prompts solved at a rate of at least `retire_above` are
-    passed over (Olmo 3, 2512.13961).
-    """
-
-    problems: Sequence[Prompt]
-    seed: int
-    difficulty: Callable[[Prompt], float] | None = None
-    total: int = 1
-    prioritized: bool = False
-    retire_above: float | None = None
-
-    def take(
-        self, draw: int, n: int, solved: Solved = MappingProxyType({}), taken: Sequence[int] = ()
-    ) -> tuple[tuple[Prompt, ...], np.ndarray, np.ndarray]:
-        """The next `n` prompts from `draw` on, their draw numbers and their places; the last draw + 1 is the next.
-
-        `taken`: places that the batch has already, which prioritised sampling leaves out.
-        """
-        if self.prioritized:
-            places, draws = self._prioritized(draw, n, solved, taken), np.arange(draw, draw + n)
-        else:
-            found = []
-            for d in range(draw, draw + n + len(self.problems)):
-                place = self._place(d)
-                if not self._retired(solved, place):
-                    found.append((d, place))
-                if len(found) == n:
-                    break
-            else:
-                self._too_few(len(found), n)
-            draws, places = (np.array(x, np.int64) for x in zip(*found, strict=True))
-        return tuple(self.problems[int(p)] for p in places), draws, places
-
-    def _retired(self, solved: Solved, place: int) -> bool:
-        return self.retire_above is not None and success_rate(solved, place) >= self.retire_above
-
-    def _too_few(self, left: int, n: int) -> None:
-        raise RuntimeError(
-            f"{left} of {len(self.problems)} training prompts are left to draw from; expected rollout.prompts = {n}. "
-            f"The others are solved (algorithm.retire_above = {self.retire_above}) or in the batch already"
-        )
-
-    def _prioritized(self, draw: int, n: int, solved: Solved, taken: Sequence[int]) -> np.ndarray:
-        weights = np.ones(len(self.problems))
-        for place in solved:
-            weights[place] = 0.0 if self._retired(solved, place) else max(RARELY, 1 - success_rate(solved, place))
-        weights[list(taken)] = 0.0
-        if (weights > 0).sum() < n:
-            self._too_few(int((weights > 0).sum()), n)
-        rng = np.random.default_rng([self.seed, draw])
-        return rng.choice(len(weights), n, replace=False, p=weights / weights.sum())
-
-    @cached_property
-    def _by_difficulty(self) -> np.ndarray:
-        return np.argsort([self.difficulty(p) for p in self.problems], kind="stable")
-
-    def _place(self, draw: int) -> int:
-        if self.difficulty is not None and draw < self.total:
-            return int(self._by_difficulty[draw * len(self.problems) // self.total])
-        return self._index(draw)
-
-    def _index(self, draw: int) -> int:
-        """Place of `draw` in its epoch's shuffle, by a Feistel permutation: no table, whatever the size."""
-        size = len(self.problems)
-        epoch, i = divmod(draw, size)
-        half = max(1, math.ceil((size - 1).bit_length() / 2))
-        keys = np.random.default_rng([self.seed, epoch]).integers(1, 2**31, 6).tolist()
-        while True:  # walk the cycle until it is back inside; the domain is below 4 · size
-            left, right = i >> half, i & ((1 << half) - 1)
-            for key in keys:
-                left, right = right, left ^ (_mixed_bits(right ^ key) & ((1 << half) - 1))
-            i = (left << half) | right
-            if i < size:
-                return i
-
-
-def _mixed_bits(x: int) -> int:
-    """32 bits, each depending on all of x. One product alone is linear, and would leave neighbours correlated."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+from jaxrl_llm.sampler.requests import Answer, Group, More, Request
+from jaxrl_llm.types import CANCELLED, EOS, Prompt, Reward, Rollouts, Task
 
 
 def mixed(correct: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, " P"]:
@@ -140,19 +40,64 @@ def encoded(tokenizer: Tokenizer, prompts: tuple[Prompt, ...], max_prompt_tokens
     return ids
 
 
+def request_of(engine: Any, ids: Sequence[int], group: int, *, seed: int, draw: int) -> Request:
+    """A group for a prompt of these token ids, drawn as the engine draws unless told otherwise."""
+    return Request(tuple(ids), group, engine.max_tokens, engine.sampling, engine.stop, seed, draw)
+
+
+def gathered(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], requests: Sequence[Request], groups: Sequence[Group]
+) -> Rollouts:
+    """Answered requests as arrays."""
+    answers = [a for group in groups for a in group]
+    finish = np.array([a.finish for a in answers])
+    said = [a.tokens[:-1] if a.finish == EOS else a.tokens for a in answers]
+    return Rollouts(
+        prompts=tuple(prompts),
+        prompt_tokens=_padded([np.array(r.prompt, np.int32) for r in requests]),
+        prompt_lengths=np.array([len(r.prompt) for r in requests], np.int32),
+        tokens=_padded([a.tokens for a in answers]),
+        sampler_logp=_padded([a.logp for a in answers]),
+        lengths=np.array([len(a.tokens) for a in answers], np.int32),
+        finish=finish,
+        texts=tuple(tokenizer.decode(tokens) for tokens in said),
+        draws=np.array([r.draw for r in requests], np.int64),
+        versions=_padded([a.versions for a in answers]),
+    )
+
+
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
+    out = np.zeros((len(rows), max(map(len, rows))), rows[0].dtype)
+    for old, new in zip(out, rows, strict=True):
+        old[: len(new)] = new
+    return out
+
+
 def sample_groups(
-    engine: Engine, prompts: tuple[Prompt, ...], group: int, *, seed: int, draws: np.ndarray, max_prompt_tokens: int
+    engine: Any, prompts: tuple[Prompt, ...], group: int, *, seed: int, draws: np.ndarray, max_prompt_tokens: int
 ) -> Rollouts:
     """`group` answers to each prompt. Raises ValueError for a prompt longer than `max_prompt_tokens`."""
     ids = encoded(engine.tokenizer, prompts, max_prompt_tokens)
-    samples = decode.generate(engine, ids, group, seed=seed, draws=draws)
-    lengths = np.array([len(t) for t in ids], np.int32)
-    padded = np.zeros((len(ids), lengths.max()), np.int32)
-    for row, tokens in zip(padded, ids, strict=True):
-        row[: len(tokens)] = tokens
-    return Rollouts(
-        prompts, padded, lengths, samples.tokens, samples.logp, samples.lengths, samples.finish, samples.texts, draws
-    )
+    asked = [request_of(engine, t, group, seed=seed, draw=int(d)) for t, d in zip(ids, draws, strict=True)]
+    return gathered(engine.tokenizer, prompts, asked, decode.generate(engine, asked))
+
+
+def rescored(engine: Any, answers: Rollouts, *, seed: int) -> np.ndarray:
+    """Log-probs [B,T] of the answers from the programs that drew them, under the engine's weights."""
+    group = answers.group_size
+    asked = [
+        request_of(engine, tokens[:n].tolist(), group, seed=seed, draw=int(draw))
+        for tokens, n, draw in zip(answers.prompt_tokens, answers.prompt_lengths, answers.draws, strict=True)
+    ]
+    rows = [
+        Answer(answers.tokens[i, :n], answers.sampler_logp[i, :n], answers.versions[i, :n], str(answers.finish[i]))
+        for i, n in enumerate(answers.lengths.tolist())
+    ]
+    said = [tuple(rows[p * group : (p + 1) * group]) for p in range(len(asked))]
+    out = np.zeros_like(answers.sampler_logp)
+    for row, logp in zip(out, decode.rescored(engine, asked, said), strict=True):
+        row[: len(logp)] = logp
+    return out
 
 
 def score(task: Task, rollouts: Rollouts) -> list[Reward]:
@@ -172,6 +117,26 @@ def score(task: Task, rollouts: Rollouts) -> list[Reward]:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A prompt that was handed out, and what has been drawn for it."""
+
+    draw: int
+    place: int  # in Task.train
+    begun: Group = ()  # of a group that its budget has cut
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One group with its rewards."""
+
+    asked: Asked
+    rollouts: Rollouts
+    rewards: tuple[Reward, ...]  # the verifier's
+    shaped: np.ndarray  # float32 [G]: what is learnt from
+    kept: bool  # passed the filter
+
+
+@dataclass(frozen=True)
 class Scored:
     """Groups for learning, and what was seen of all that were sampled on the way."""
 
@@ -179,85 +144,98 @@ class Scored:
     rewards: tuple[Reward, ...]  # the verifier's, B
     shaped: np.ndarray  # float32 [B]: what is learnt from
     kept: np.ndarray  # bool [P]: groups that passed the filter
-    draw: int  # the stream's position afterwards
-    rounds: int
-    all_rollouts: tuple[Rollouts, ...]
+    everything: Rollouts  # rejected groups included
     all_rewards: tuple[Reward, ...]
+    all_kept: np.ndarray  # bool
+    cut: tuple[Asked, ...] = ()  # prompts handed out whose answers are not among these
+    stale: int = 0  # groups dropped because too old
+    old_logp: np.ndarray | None = None  # float32 [B,T]: from the sampler's own kernels, in place of the learner's
 
 
-Round = tuple[Rollouts, list[Reward], np.ndarray]  # answers, the verifier's rewards, shaped rewards [B]
-
-
-def sample_until_full(
-    sample: Callable[[int], Round], draw: int, prompts: int, keep: Callable | None, rounds: int, resample: bool = True
+def fill_batch(
+    sample: Callable[[More], Iterator[tuple[Request, Group]]],
+    ask: Callable[[], Asked],
+    request: Callable[[Asked], Request],
+    judge: Callable[[Asked, Request, Group], Judged],
+    *,
+    prompts: int,
+    most: int,
+    pending: Sequence[Asked] = (),
+    resample: bool = True,
 ) -> Scored:
-    """Rounds of `prompts` groups until `prompts` of them pass `keep`; without a filter, one round.
+    """Groups until `prompts` of them are kept; one that is not is replaced the moment it is known.
 
-    `sample(draw)` answers and scores one round, `keep(correct=…, rewards=…)` judges its groups, by those of the two
-    names that it has. Groups beyond the last one needed are dropped. Raises RuntimeError with the pass rates when
-    `rounds` rounds are not enough. Without `resample` there is one round, of which `kept` tells what passed.
+    Since a prompt is asked for each that was rejected and none ahead of that, the groups are those of the first draws
+    in their order, whatever order they were answered in. `pending`: groups that were cut before come first. A group
+    that its budget cuts is put aside, and another one begun; when that has happened to a whole batch, the oldest goes
+    on. Without `resample` every group stays, and `kept` tells what passed.
+    Raises RuntimeError with the pass rates when `most` prompts were asked in vain.
     """
-    kept: list[tuple[int, int]] = []
-    seen: list[Rollouts] = []
-    rewards: list[Reward] = []
-    shaped: list[np.ndarray] = []
-    while len(kept) < prompts:
-        if len(seen) == rounds:
-            rates = _correct(rewards, seen[0].group_size).mean(axis=1)
-            raise RuntimeError(
-                f"algorithm.group_filter kept {len(kept)} of {len(rates)} groups in rollout.max_rounds = {rounds} "
-                f"rounds; expected {prompts}. Pass rates: {(rates == 0).mean():.0%} of the groups all wrong, "
-                f"{(rates == 1).mean():.0%} all correct, mean {rates.mean():.2f}"
-            )
-        rollouts, scored, values = sample(draw)
-        group, draw = rollouts.group_size, int(rollouts.draws[-1]) + 1
-        judged = {"correct": _correct(scored, group), "rewards": values.reshape(-1, group)}
-        passed = np.ones(prompts, bool) if keep is None else _judge(keep, judged)
-        kept += [(len(seen), p) for p in (np.flatnonzero(passed) if resample else range(prompts))]
-        seen.append(rollouts)
-        rewards += scored
-        shaped.append(values)
-    chosen = kept[:prompts]
-    rows = [r * prompts * group + p * group + g for r, p in chosen for g in range(group)]
-    return Scored(
-        _select(seen, chosen),
-        tuple(rewards[i] for i in rows),
-        np.concatenate(shaped)[rows],
-        np.ones(prompts, bool) if resample else passed,
-        draw,
-        len(seen),
-        tuple(seen),
-        tuple(rewards),
-    )
+    under_way: dict[int, Asked] = {}
+    judged: list[Judged] = []
+    first, cut = deque(pending), deque()
+    full, asked = 0, 0
+
+    def more() -> Request | None:
+        nonlocal asked
+        if full + len(under_way) >= prompts or (asked == most and not first and not cut):
+            return None
+        if first:
+            next_one = first.popleft()
+        elif len(cut) >= prompts or asked == most:
+            next_one = cut.popleft()
+        else:
+            asked += 1
+            next_one = ask()
+        under_way[next_one.draw] = next_one
+        return request(next_one)
+
+    for answered, group in sample(more):
+        one = under_way.pop(answered.draw)
+        if any(a.finish == CANCELLED for a in group):
+            cut.append(replace(one, begun=group))
+            continue
+        judged.append(judge(one, answered, group))
+        full += judged[-1].kept or not resample
+    judged.sort(key=lambda j: j.asked.draw)
+    chosen = [j for j in judged if j.kept or not resample]
+    if full < prompts:
+        rates = np.array([[r.correct for r in j.rewards] for j in judged]).mean(axis=1)
+        raise RuntimeError(
+            f"algorithm.group_filter kept {full} of {len(rates)} groups in rollout.max_rounds = {most // prompts} "
+            f"rounds; expected {prompts}. Pass rates: {(rates == 0).mean():.0%} of the groups all wrong, "
+            f"{(rates == 1).mean():.0%} all correct, mean {rates.mean():.2f}"
+        )
+    return scored(chosen, judged, (*first, *cut))
 
 
-def _judge(keep: Callable, judged: dict[str, np.ndarray]) -> np.ndarray:
-    return keep(**{name: judged[name] for name in inspect.signature(keep).parameters if name in judged})
+def scored(chosen: Sequence[Judged], judged: Sequence[Judged], cut: Sequence[Asked] = ()) -> Scored:
+    """The groups `chosen` among those `judged`, as arrays."""
+    kept = lambda groups: np.array([j.kept for j in groups])
+    rewards = lambda groups: tuple(r for j in groups for r in j.rewards)
+    whole = joined([j.rollouts for j in chosen])
+    everything = whole if len(chosen) == len(judged) else joined([j.rollouts for j in judged])
+    shaped = np.concatenate([j.shaped for j in chosen])
+    return Scored(whole, rewards(chosen), shaped, kept(chosen), everything, rewards(judged), kept(judged), tuple(cut))
 
 
-def _correct(rewards: Sequence[Reward], group: int) -> np.ndarray:
-    return np.array([r.correct for r in rewards]).reshape(-1, group)
+def passes(keep: Callable | None, rewards: Sequence[Reward], shaped: np.ndarray) -> bool:
+    """Whether a group filter, which gets those of `correct` and `rewards` that it names, keeps this group."""
+    if keep is None:
+        return True
+    judged = {"correct": np.array([[r.correct for r in rewards]]), "rewards": shaped[None]}
+    return bool(keep(**{name: judged[name] for name in inspect.signature(keep).parameters if name in judged})[0])
 
 
-def _select(seen: list[Rollouts], chosen: list[tuple[int, int]]) -> Rollouts:
-    """The chosen groups (round, place) as one Rollouts."""
-    if len(seen) == 1 and len(chosen) == len(seen[0].prompts):
-        return seen[0]
-    group = seen[0].group_size
+def joined(parts: Sequence[Rollouts]) -> Rollouts:
+    """One Rollouts of many."""
 
-    def gather(name: str, per: int) -> np.ndarray:
-        arrays = [getattr(r, name) for r in seen]
+    def gather(name: str) -> Any:
+        arrays = [getattr(r, name) for r in parts]
+        if arrays[0] is None or isinstance(arrays[0], tuple):
+            return arrays[0] and tuple(x for a in arrays for x in a)
         width = max(a.shape[1] for a in arrays) if arrays[0].ndim == 2 else None
-        pick = [arrays[r][p * per : (p + 1) * per] for r, p in chosen]
-        if width is not None:
-            pick = [np.pad(a, ((0, 0), (0, width - a.shape[1]))) for a in pick]
-        return np.concatenate(pick)
+        fit = lambda a: a if width is None else np.pad(a, ((0, 0), (0, width - a.shape[1])))
+        return np.concatenate([fit(a) for a in arrays])
 
-    return replace(
-        seen[0],
-        prompts=tuple(seen[r].prompts[p] for r, p in chosen),
-        texts=tuple(t for r, p in chosen for t in seen[r].texts[p * group : (p + 1) * group]),
-        **{name: gather(name, 1) for name in ("prompt_tokens", "prompt_lengths", "draws")},
-        places=None if seen[0].places is None else gather("places", 1),
-        **{name: gather(name, group) for name in ("tokens", "sampler_logp", "lengths", "finish")},
-    )
+    return Rollouts(**{f.name: gather(f.name) for f in fields(Rollouts)})

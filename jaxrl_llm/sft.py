@@ -27,9 +27,9 @@ from jaxrl_llm.batching import bucket, make_batch, with_advantages, with_weights
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config, Prime
 from jaxrl_llm.data import templates
+from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.optim import make_optimizer, schedule
-from jaxrl_llm.rollouts import Stream
 from jaxrl_llm.train_step import init_state, make_train_step
 from jaxrl_llm.types import Rollouts, Task, TrainState
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,96 +22,80 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import evals, metrics, report, rollouts, sft, weights
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config
-from jaxrl_llm.learner import Learner, build, fresh_state, learn_batch, shaped_rewards, update, update_critic
-from jaxrl_llm.rollouts import Scored, Solved
+from jaxrl_llm.learner import Learner, build, fresh_state, learn_batch, update, update_critic
+from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.rollouts import Asked, Scored
+from jaxrl_llm.sampler import client
 from jaxrl_llm.sampler.decode import Engine, push_weights
+from jaxrl_llm.sampler.remote import Remote
+from jaxrl_llm.sampler.requests import Answer
 from jaxrl_llm.sampler.sampling import Sampling
+from jaxrl_llm.schedules import SCHEDULES, Position
 from jaxrl_llm.types import LENGTH, TrainState
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where the host is. Prompts, samples and their keys follow from it and the seed alone."""
-
-    step: int = 0  # batches of rollouts behind us
-    draw: int = 0  # prompts handed out
-    solved: Solved = field(default_factory=dict)  # kept only if the order of prompts depends on it
-
-
-def make_engine(learner: Learner, params: Any) -> Engine:
-    """A sampler with these parameters, drawing as the config's rollouts do."""
-    r = learner.config.rollout
+def make_engine(learner: Learner, params: Any, version: int = 0) -> Any:
+    """A sampler with these parameters, drawing as the config's rollouts do. version: updates behind the parameters."""
+    r, config = learner.config.rollout, learner.config
+    sampling, model = Sampling(r.temperature, r.top_k, r.top_p), sampler_model(config)
+    if r.servers:
+        servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca)
+        drawing = (sampling, r.max_response_tokens, r.stop)
+        return Remote(servers, model, learner.tokenizer, *drawing, int8=r.dtype == "int8").pushed(params, version)
     return Engine(
-        learner.config.model,
+        model,
         learner.tokenizer,
-        Sampling(r.temperature, r.top_k, r.top_p),
-        weights.push(learner.config.model, params, learner.mesh),
+        weights.push(model, params, learner.mesh, version=version, int8=r.dtype == "int8"),
+        sampling,
         r.max_response_tokens,
         r.stop,
-        r.slots,
+        r.slots or r.prompts * r.group_size,
+        r.max_prompt_tokens,
         r.tokens_per_call,
+        r.dtype == "int8",
+        r.kv_dtype,
+        r.zero_gap,
         learner.mesh,
     )
+
+
+def sampler_model(config: Config) -> ModelConfig:
+    """The model as the sampler computes it."""
+    dtype = config.rollout.dtype
+    return config.model if dtype in ("", "int8") else replace(config.model, dtype=dtype)
 
 
 # --- one step -----------------------------------------------------------------------------------------------------
 
 
-def sample_batch(learner: Learner, engine: Engine, at: Position, watch: metrics.Stopwatch) -> Scored:
-    """Groups of scored answers for one batch, from the prompts that come next."""
-    config = learner.config
-    r, a, seed = config.rollout, config.algorithm, config.seed
+def measure_rollouts(seen: Scored, version: int) -> dict[str, float]:
+    """Rewards, groups and lengths of all answers that were sampled, those of filtered groups included.
 
-    taken: list[int] = []
-
-    def one_round(draw: int) -> rollouts.Round:
-        prompts, draws, places = learner.stream.take(draw, r.prompts, at.solved, taken)
-        taken.extend(places.tolist())
-        with watch("rollout"):
-            answers = rollouts.sample_groups(
-                engine, prompts, r.group_size, seed=seed, draws=draws, max_prompt_tokens=r.max_prompt_tokens
-            )
-            answers = replace(answers, places=places)
-        with watch("reward"):
-            rewards = rollouts.score(learner.task, answers)
-            return answers, rewards, shaped_rewards(config, answers, rewards, at.step)
-
-    return rollouts.sample_until_full(one_round, at.draw, r.prompts, a.group_filter, r.max_rounds, a.resample)
-
-
-def moved_on(config: Config, at: Position, seen: Scored) -> Position:
-    """The position after a batch; what was solved is remembered if the order of prompts depends on it."""
-    a, solved = config.algorithm, dict(at.solved)
-    if a.prioritized or a.retire_above is not None:
-        correct = np.array([r.correct for r in seen.all_rewards]).reshape(-1, seen.rollouts.group_size)
-        places = np.concatenate([r.places for r in seen.all_rollouts]).tolist()
-        for place, group in zip(places, correct, strict=True):
-            n, right = solved.get(place, (0, 0))
-            solved[place] = n + len(group), right + int(group.sum())
-    return Position(at.step + 1, seen.draw, solved)
-
-
-def measure_rollouts(seen: Scored) -> dict[str, float]:
-    """Rewards, groups and lengths of all answers that were sampled, those of filtered groups included."""
+    version: of the weights that learn from them, for the staleness of what is learnt from.
+    """
     rewards = np.array([r.value for r in seen.all_rewards])
     correct = np.array([r.correct for r in seen.all_rewards])
-    lengths = np.concatenate([r.lengths for r in seen.all_rollouts])
-    truncated = np.concatenate([r.finish == LENGTH for r in seen.all_rollouts])
-    groups = correct.reshape(-1, seen.rollouts.group_size)
+    lengths, group = seen.everything.lengths, seen.rollouts.group_size
+    groups, accepted = correct.reshape(-1, group), np.repeat(seen.all_kept, group)
     mean = lambda x: float(np.mean(x)) if len(x) else float("nan")
-    return {
+    row = {
         "reward/mean": mean(rewards),
         "reward/std": float(rewards.std()),
         "accuracy": mean(correct),
         "groups/all_correct": mean(groups.all(axis=1)),
         "groups/all_wrong": mean(~groups.any(axis=1)),
+        "groups/sampled": float(len(groups)),
         "length/mean": mean(lengths),
         "length/max": float(lengths.max()),
         "length/correct": mean(lengths[correct]),
         "length/wrong": mean(lengths[~correct]),
-        "truncated": mean(truncated),
-        "rounds": float(seen.rounds),
+        "length/accepted": mean(lengths[accepted]),
+        "length/rejected": mean(lengths[~accepted]),
+        "truncated": mean(seen.everything.finish == LENGTH),
     }
+    drawn = np.arange(seen.rollouts.tokens.shape[1]) < seen.rollouts.lengths[:, None]
+    age = version - seen.rollouts.versions[drawn]
+    return row | {"staleness/mean": mean(age), "staleness/max": float(age.max()), "groups/stale": float(seen.stale)}
 
 
 def sample_rows(seen: Scored, n: int) -> list[dict[str, Any]]:
@@ -133,8 +118,8 @@ def sample_rows(seen: Scored, n: int) -> list[dict[str, Any]]:
 
 
 def one_step(
-    learner: Learner, state: TrainState, engine: Engine, at: Position
-) -> tuple[TrainState, Engine, Position, Scored, dict[str, float]]:
+    learner: Learner, state: TrainState, engine: Any, at: Position, schedule: Any
+) -> tuple[TrainState, Any, Position, Scored, dict[str, float]]:
     """Sample, score, learn, push: the state and the sampler one step on, and what the step measured.
 
     While the critic is pre-trained, the policy stays as it is.
@@ -143,8 +128,11 @@ def one_step(
     critic = learner.config.algorithm.critic
     learned: dict[str, float] = {}
     with watch("step"):
-        seen = sample_batch(learner, engine, at, watch)
-        answers = seen.rollouts
+        seen, after = schedule.next(engine, at, watch)
+        answers, version = seen.rollouts, engine.version
+        if learner.config.rollout.zero_gap:
+            with watch("rescore"):
+                seen = replace(seen, old_logp=rollouts.rescored(engine, answers, seed=learner.config.seed))
         with watch("train"):
             batch, state = learn_batch(learner, state, seen)
             if critic is not None:
@@ -154,22 +142,22 @@ def one_step(
                 learned |= policy
         with watch("push"):
             engine = push_weights(engine, state.params)
-            jax.block_until_ready(engine.weights.params)
     seconds = watch.seconds()
-    sampled = sum(int(r.lengths.sum()) for r in seen.all_rollouts)
+    sampled = int(seen.everything.lengths.sum())
     trained = int(answers.lengths.sum() + answers.prompt_lengths.sum())
-    row = measure_rollouts(seen) | learned
+    row = measure_rollouts(seen, version) | learned
     row |= {f"perf/{stage}_s": s for stage, s in seconds.items()}
     row["perf/rollout_tokens_per_s"] = sampled / seconds["rollout"]
     row["perf/train_tokens_per_s"] = trained / seconds["train"]
-    return state, engine, moved_on(learner.config, at, seen), seen, row
+    row["perf/push_bytes"] = float(engine.bytes)
+    return state, engine, after, seen, row
 
 
 # --- the run ------------------------------------------------------------------------------------------------------
 
 
 # What --resume may change: it alters no number of the run. (So may `steps`, unless a schedule or a curriculum has it.)
-FREE_ON_RESUME = ("checkpoint.", "logged_samples", "rollout.max_rounds", "rollout.tokens_per_call")
+FREE_ON_RESUME = ("checkpoint.", "logged_samples", "rollout.max_rounds", "rollout.tokens_per_call", "rollout.servers")
 
 
 @contextlib.contextmanager
@@ -240,7 +228,24 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
 def _host(config: Config, at: Position) -> dict[str, Any]:
     """The position and the config, as a checkpoint keeps them."""
     solved = {str(place): list(counts) for place, counts in at.solved.items()}
-    return {"draw": at.draw, "solved": solved, "seed": config.seed, "config": configs.to_json(config)}
+    answer = lambda a: [a.tokens.tolist(), a.logp.tolist(), a.versions.tolist(), a.finish]
+    pending = [[p.draw, p.place, [answer(a) for a in p.begun]] for p in at.pending]
+    return {
+        "draw": at.draw,
+        "solved": solved,
+        "pending": pending,
+        "seed": config.seed,
+        "config": configs.to_json(config),
+    }
+
+
+def _position(step: int, host: dict[str, Any]) -> Position:
+    """The inverse of `_host`."""
+    solved = {int(place): tuple(counts) for place, counts in host["solved"].items()}
+    kinds = (np.int32, np.float32, np.int32)
+    answer = lambda a: Answer(*(np.array(x, k) for x, k in zip(a, kinds, strict=False)), a[3])
+    pending = tuple(Asked(draw, place, tuple(answer(a) for a in begun)) for draw, place, begun in host["pending"])
+    return Position(step, host["draw"], solved, pending)
 
 
 def _loop(
@@ -250,9 +255,8 @@ def _loop(
     found = checkpoints.restore(state, print) if resume else None
     at = Position()
     if found:
-        solved = {int(place): tuple(counts) for place, counts in found.host["solved"].items()}
-        state, at = found.state, Position(found.step, found.host["draw"], solved)
-    engine = make_engine(learner, state.params)
+        state, at = found.state, _position(found.step, found.host)
+    engine, schedule = make_engine(learner, state.params, at.step), SCHEDULES[config.rollout.schedule](learner)
     with (
         metrics.RunLog(out, at.step if found else None) as log,
         metrics.Progress(total - at.step, "training") as progress,
@@ -263,7 +267,7 @@ def _loop(
             progress.line(f"base policy: held-out accuracy {row['eval/accuracy']:.1%}")
         try:
             while at.step < total and not stopping():
-                state, engine, at, seen, row = one_step(learner, state, engine, at)
+                state, engine, at, seen, row = one_step(learner, state, engine, at, schedule)
                 row["lr"] = float(learner.learning_rate(max(0, int(state.step) - 1)))
                 if at.step == total or (config.evaluation.every and at.step % config.evaluation.every == 0):
                     row |= evaluate(learner, engine)
@@ -278,6 +282,8 @@ def _loop(
             if at.step and not any(x.is_deleted() for x in jax.tree.leaves(state)):
                 checkpoints.save(at.step, state, _host(config, at))
             report.curves(out, title=out.name)
+            schedule.close()
+            engine.close()
     return at.step == total
 
 
@@ -291,7 +297,7 @@ def prime_only(config: Config, out: Path, *, source: Path | None = None) -> dict
         return None if base is None else evaluate(learner, make_engine(learner, base))
 
 
-def evaluate(learner: Learner, engine: Engine) -> dict[str, float]:
+def evaluate(learner: Learner, engine: Any) -> dict[str, float]:
     """Held-out accuracy and lengths as the config's evaluation says."""
     e, watch = learner.config.evaluation, metrics.Stopwatch()
     with watch("eval"):
@@ -306,7 +312,7 @@ def evaluate(learner: Learner, engine: Engine) -> dict[str, float]:
     return row | {"perf/eval_s": watch.seconds()["eval"]}
 
 
-def load_policy(run: Path) -> tuple[Learner, Engine, int]:
+def load_policy(run: Path) -> tuple[Learner, Any, int]:
     """A run's learner, a sampler with its newest checkpoint, and that checkpoint's step."""
     kept = run / "config.json"
     if not kept.is_file():

@@ -77,6 +77,7 @@ class Rollouts:
     finish: np.ndarray  # str [B]
     texts: tuple[str, ...]  # B
     draws: np.ndarray  # int64 [P]: how many prompts had been handed out before this one
+    versions: np.ndarray | None = None  # int32 [B,T]: the sampler's weights that drew each token, right-padded
     places: np.ndarray | None = None  # int64 [P]: where the prompts stand in `Task.train`, for what remembers prompts
 
     @property

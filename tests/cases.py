@@ -41,6 +41,7 @@ def rollouts_of(lengths, finish=None, prompts=2, limit=10):
         finish=finish,
         texts=("xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",) * rows,
         draws=np.arange(prompts),
+        versions=np.zeros((rows, lengths.max()), np.int32),
     )
 
 
@@ -49,4 +50,4 @@ def scored(answers, rewards):
     rewards = np.asarray(rewards, np.float32)
     verdicts = tuple(Reward(float(v), bool(c)) for v, c in zip(rewards, rewards > 0, strict=True))
     kept = np.ones(len(answers.prompts), bool)
-    return Scored(answers, verdicts, rewards, kept, len(kept), 1, (answers,), verdicts)
+    return Scored(answers, verdicts, rewards, kept, answers, verdicts, kept)

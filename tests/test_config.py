@@ -528,7 +528,7 @@ class Reads(ast.NodeVisitor):
 
     def visit_ClassDef(self, node):
         if node.name not in {c.__name__ for c in CONFIGS}:
-            self.scopes.append({})
+            self.scopes.append({f"self.{f}": of for f, of in self.fields[node.name].items()})
             self.generic_visit(node)
             self.scopes.pop()
 

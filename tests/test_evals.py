@@ -64,11 +64,9 @@ def test_evaluate(monkeypatch, asked, available):
         return Rollouts(prompts, blank, lengths, blank, blank, lengths, finish, texts, draws)
 
     monkeypatch.setattr(evals.rollouts, "sample_groups", sample_groups)
-    monkeypatch.setattr(evals, "replace", lambda engine, **_: engine)
     verify = lambda prompt, text, finish: Reward(-1.0, text == "right")
     task = Task((), tuple(Prompt(i, "") for i in range(available)), verify)
-    engine = type("Engine", (), {"slots": 0})()
-    metrics, answers, rewards = evaluate(engine, task, problems=asked, samples=4, seed=5, max_prompt_tokens=8)
+    metrics, answers, rewards = evaluate(object(), task, problems=asked, samples=4, seed=5, max_prompt_tokens=8)
 
     count = min(asked, available)
     assert calls == [(4, 2**31 + 5, list(range(count)), 8)]

@@ -3,16 +3,18 @@
 import math
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
-from jaxrl_llm import rollouts as module
 from jaxrl_llm.data import tokenizers
-from jaxrl_llm.rollouts import Stream, mixed, sample_groups, sample_until_full, score
-from jaxrl_llm.sampler.decode import Samples
-from jaxrl_llm.types import EOS, LENGTH, Prompt, Reward, Rollouts, Task
+from jaxrl_llm.data.stream import Stream
+from jaxrl_llm.rollouts import Asked, Judged, fill_batch, gathered, mixed, passes, sample_groups, score
+from jaxrl_llm.sampler.requests import Answer, Request
+from jaxrl_llm.sampler.sampling import Sampling
+from jaxrl_llm.types import CANCELLED, EOS, LENGTH, Prompt, Reward, Task
 
 # --- the stream ---------------------------------------------------------------------------------------------------
 
@@ -101,108 +103,123 @@ def test_mixed_groups_have_both():
 
 
 PROMPTS, GROUP = 4, 2
+ALL, NONE, SOME = "ALL", "NONE", "SOME"
+RIGHT = {ALL: (True, True), NONE: (False, False), SOME: (True, False)}
+TOKENIZER = tokenizers.characters("abcdef")
 
 
-class Sampler:
-    """Answers whose correctness is given by round; everything else says which round, prompt and answer it is of."""
-
-    def __init__(self, correct, value=None):
-        self.correct = np.array(correct, bool)  # [rounds, PROMPTS, GROUP]
-        self.value = value or (lambda right: float(right))
-        self.draws = []
-
-    def __call__(self, draw):
-        round_number = len(self.draws)
-        self.draws.append(draw)
-        width = 3 + round_number
-        ids = 100 * round_number + np.arange(PROMPTS)
-        rows = 1000 * round_number + np.arange(PROMPTS * GROUP)
-        made = Rollouts(
-            prompts=tuple(Prompt(int(i), "") for i in ids),
-            prompt_tokens=np.tile(ids[:, None], (1, width)).astype(np.int32),
-            prompt_lengths=np.full(PROMPTS, width, np.int32),
-            tokens=np.tile(rows[:, None], (1, 2 * width)).astype(np.int32),
-            sampler_logp=-np.tile(rows[:, None], (1, 2 * width)).astype(np.float32),
-            lengths=np.full(PROMPTS * GROUP, 2 * width, np.int32),
-            finish=np.where(rows % 3 == 0, EOS, LENGTH),
-            texts=tuple(map(str, rows)),
-            draws=draw + np.arange(PROMPTS),
-        )
-        right = self.correct[round_number].reshape(-1)
-        rewards = [Reward(self.value(r), bool(r), parsed=str(i)) for i, r in zip(rows, right, strict=True)]
-        return made, rewards, np.array([r.value for r in rewards], np.float32)
+def answer(draw, g, finish=EOS, n=None):
+    """Its tokens say whose it is."""
+    n = 2 + (draw + g) % 3 if n is None else n
+    tokens = np.full(n, 2 + (draw + g) % 6, np.int32)
+    return Answer(tokens, -tokens.astype(np.float32), np.full(n, draw, np.int32), finish)
 
 
-ALL, NONE, SOME = [True, True], [False, False], [True, False]
+def fill(
+    outcomes, keep=mixed, *, most=40, resample=True, order=lambda ready: 0, value=float, cuts=(), pending=(), start=40
+):
+    """`fill_batch` where draw 40 + i has outcomes[i]. order: which of the requests under way is answered next.
+
+    cuts: draws that their budget cuts, as often as they are listed. Returns the batch and a log of what happened.
+    """
+    log, left, cuts = [], iter(range(start, 40 + len(outcomes))), list(cuts)
+
+    def ask():
+        return Asked(next(left), 100)
+
+    def request(asked):
+        log.append(("ask", asked.draw))
+        return Request((2, 3, asked.draw % 6), GROUP, draw=asked.draw, begun=asked.begun)
+
+    def sample(more):
+        under_way = []
+        while True:
+            while (r := more()) is not None:
+                under_way.append(r)
+            if not under_way:
+                return
+            r = under_way.pop(order(under_way))
+            log.append(("answer", r.draw))
+            cut = r.draw in cuts
+            if cut:
+                cuts.remove(r.draw)
+            yield r, tuple(answer(r.draw, g, CANCELLED if cut and g == 0 else EOS) for g in range(GROUP))
+
+    def judge(asked, r, group):
+        rewards = tuple(Reward(value(right), right) for right in RIGHT[outcomes[asked.draw - 40]])
+        made = gathered(TOKENIZER, (Prompt(asked.draw, ""),), (r,), (group,))
+        shaped = np.array([x.value for x in rewards], np.float32)
+        return Judged(asked, made, rewards, shaped, passes(keep, rewards, shaped))
+
+    got = fill_batch(sample, ask, request, judge, prompts=PROMPTS, most=most, resample=resample, pending=pending)
+    return got, log
 
 
-def check_groups(scored, expected):
-    """Every array of the kept groups is of the expected (round, place)."""
+def check_groups(scored, draws):
+    """Every array of the groups is of these draws."""
     r = scored.rollouts
-    assert [(p.id // 100, p.id % 100) for p in r.prompts] == expected
+    assert [p.id for p in r.prompts] == draws
+    assert r.draws.tolist() == draws
     assert r.group_size == GROUP
-    rows = [1000 * k + p * GROUP + g for k, p in expected for g in range(GROUP)]
-    assert [int(t) for t in r.texts] == rows
-    assert [int(x.parsed) for x in scored.rewards] == rows
-    for i, row in enumerate(rows):
-        n = 2 * (3 + row // 1000)
+    for i in range(len(draws) * GROUP):
+        one = answer(draws[i // GROUP], i % GROUP)
+        n = len(one.tokens)
         assert r.lengths[i] == n
-        assert r.tokens[i].tolist() == [row] * n + [0] * (r.tokens.shape[1] - n)
-        assert r.sampler_logp[i].tolist() == [-row] * n + [0] * (r.tokens.shape[1] - n)
-        assert r.finish[i] == (EOS if row % 3 == 0 else LENGTH)
-    for j, (k, p) in enumerate(expected):
-        n = 3 + k
-        assert r.prompt_lengths[j] == n
-        assert r.prompt_tokens[j].tolist() == [100 * k + p] * n + [0] * (r.prompt_tokens.shape[1] - n)
-        assert r.draws[j] == 40 + 4 * k + p
+        for name, of in (("tokens", one.tokens), ("sampler_logp", one.logp), ("versions", one.versions)):
+            assert getattr(r, name)[i].tolist() == of.tolist() + [0] * (r.tokens.shape[1] - n)
+        assert r.texts[i] == TOKENIZER.decode(one.tokens[:-1])
+    assert r.prompt_tokens.tolist() == [[2, 3, d % 6] for d in draws]
+    assert scored.shaped.shape == (len(draws) * GROUP,)
 
 
-def test_rounds_go_on_until_the_batch_is_full():
-    sampler = Sampler([[SOME, ALL, NONE, NONE], [ALL, ALL, NONE, ALL], [SOME, NONE, SOME, SOME]])
-    scored = sample_until_full(sampler, 40, PROMPTS, mixed, 5)
-    check_groups(scored, [(0, 0), (2, 0), (2, 2), (2, 3)])
-    assert sampler.draws == [40, 44, 48]
-    assert (scored.rounds, scored.draw) == (3, 52)
-    assert len(scored.all_rollouts) == 3
-    assert len(scored.all_rewards) == 3 * PROMPTS * GROUP
-    assert [r.correct for r in scored.all_rewards] == sampler.correct.reshape(-1).tolist()
+ORDERS = {"first": lambda ready: 0, "last": lambda ready: -1, "middle": lambda ready: len(ready) // 2}
 
 
-def test_groups_beyond_the_last_are_dropped_but_counted():
-    sampler = Sampler([[SOME, SOME, NONE, SOME], [ALL, SOME, SOME, SOME]])
-    scored = sample_until_full(sampler, 40, PROMPTS, mixed, 5)
-    check_groups(scored, [(0, 0), (0, 1), (0, 3), (1, 1)])
-    assert (scored.rounds, scored.draw) == (2, 48)  # the surplus was handed out all the same
-    assert len(scored.all_rewards) == 2 * PROMPTS * GROUP
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_batch_is_that_of_the_first_draws_in_whatever_order_they_are_answered(order):
+    outcomes = [SOME, ALL, NONE, SOME, ALL, NONE, SOME, NONE, SOME, SOME, SOME]
+    scored, log = fill(outcomes, order=ORDERS[order])
+    check_groups(scored, [40, 43, 46, 48])
+    assert scored.kept.all()
+    assert scored.everything.draws.tolist() == list(range(40, 49))
+    assert scored.all_kept.tolist() == [o == SOME for o in outcomes[:9]]
+    assert [r.correct for r in scored.all_rewards] == [x for o in outcomes[:9] for x in RIGHT[o]]
+    assert scored.cut == ()
+    assert [d for what, d in log if what == "ask"] == list(range(40, 49))
 
 
-def test_one_full_round():
-    scored = sample_until_full(Sampler([[SOME] * 4]), 40, PROMPTS, mixed, 1)
-    check_groups(scored, [(0, 0), (0, 1), (0, 2), (0, 3)])
-    assert (scored.rounds, scored.draw) == (1, 44)
+def test_a_rejected_group_is_replaced_at_once_and_the_batch_stays_full():
+    _, log = fill([SOME, ALL, SOME, SOME, SOME])
+    assert log[:4] == [("ask", d) for d in range(40, 44)]
+    assert log[4:7] == [("answer", 40), ("answer", 41), ("ask", 44)]
+    under_way, kept = 0, 0
+    for what, draw in log:
+        under_way += 1 if what == "ask" else -1
+        kept += what == "answer" and draw != 41
+        assert under_way + kept <= PROMPTS
 
 
 def test_without_a_filter_one_round_is_all():
-    scored = sample_until_full(Sampler([[ALL, NONE, NONE, SOME]]), 40, PROMPTS, None, 1)
-    check_groups(scored, [(0, 0), (0, 1), (0, 2), (0, 3)])
-    assert (scored.rounds, scored.draw) == (1, 44)
+    scored, log = fill([ALL, NONE, NONE, SOME, SOME], None)
+    check_groups(scored, [40, 41, 42, 43])
+    assert len(log) == 8
+    scored, _ = fill([ALL, NONE, SOME, SOME, SOME], resample=False)
+    check_groups(scored, [40, 41, 42, 43])
+    assert scored.kept.tolist() == [False, False, True, True]
 
 
 def test_the_filter_looks_at_correct_not_at_value():
     # as if a length penalty had made the values of every group differ, and of the mixed ones agree
     values = iter(np.linspace(0, 1, PROMPTS * GROUP))
-    sampler = Sampler([[ALL, NONE, ALL, NONE]], value=lambda _: next(values))
     with pytest.raises(RuntimeError, match="kept 0 of 4 groups"):
-        sample_until_full(sampler, 0, PROMPTS, mixed, 1)
-    scored = sample_until_full(Sampler([[SOME] * 4], value=lambda _: 0.5), 40, PROMPTS, mixed, 1)
+        fill([ALL, NONE, ALL, NONE], most=4, value=lambda _: next(values))
+    scored, _ = fill([SOME] * 4, most=4, value=lambda _: 0.5)
     assert {r.value for r in scored.rewards} == {0.5}
 
 
-def test_too_many_rounds_is_an_error_with_the_pass_rates():
-    sampler = Sampler([[SOME, ALL, NONE, NONE], [ALL, NONE, NONE, SOME]])
+def test_too_many_prompts_in_vain_is_an_error_with_the_pass_rates():
     with pytest.raises(RuntimeError) as error:
-        sample_until_full(sampler, 0, PROMPTS, mixed, 2)
-    assert sampler.draws == [0, 4]
+        fill([SOME, ALL, NONE, NONE, ALL, NONE, NONE, SOME, SOME, SOME], most=8)
     for part in (
         "kept 2 of 8 groups",
         "max_rounds = 2",
@@ -214,6 +231,22 @@ def test_too_many_rounds_is_an_error_with_the_pass_rates():
     assert "mean 0.38" in str(error.value)
 
 
+def test_what_a_budget_cuts_is_put_aside_for_the_next_batch():
+    scored, log = fill([SOME] * 6, cuts=[41])
+    check_groups(scored, [40, 42, 43, 44])
+    (cut,) = scored.cut
+    assert (cut.draw, [a.finish for a in cut.begun]) == (41, [CANCELLED, EOS])
+    again, log = fill([SOME] * 9, pending=scored.cut, start=45)
+    assert [d for what, d in log if what == "ask"] == [41, 45, 46, 47]
+    assert again.rollouts.draws.tolist() == [41, 45, 46, 47]
+
+
+def test_when_a_whole_batch_is_cut_the_oldest_goes_on():
+    scored, log = fill([SOME] * 9, cuts=[40, 41, 42, 43, 44, 45])
+    assert [d for what, d in log if what == "ask"][:8] == [40, 41, 42, 43, 44, 45, 46, 40]
+    assert len(scored.rollouts.prompts) == PROMPTS
+
+
 # --- scores -------------------------------------------------------------------------------------------------------
 
 
@@ -221,8 +254,13 @@ def verify(prompt, text, finish):
     return Reward(float(len(text)), finish == EOS, parsed=f"{prompt.id}: {text}")
 
 
+def some():
+    made = fill([SOME] * 4, None)[0].rollouts
+    return replace(made, prompts=tuple(Prompt(i, "") for i in range(PROMPTS)))
+
+
 def test_score_hands_over_prompt_text_and_finish():
-    made, *_ = Sampler([[SOME] * 4])(40)
+    made = replace(some(), finish=np.where(np.arange(8) % 3 == 0, EOS, LENGTH), texts=tuple("01234567"))
     rewards = score(Task((), (), verify), made)
     assert [r.parsed for r in rewards] == [f"{i // GROUP}: {i}" for i in range(PROMPTS * GROUP)]
     assert [r.correct for r in rewards] == [i % 3 == 0 for i in range(PROMPTS * GROUP)]
@@ -250,7 +288,7 @@ def bad(what, prompt, text, finish):
     ids=str,
 )
 def test_a_bad_reward_names_the_prompt(what, message):
-    made, *_ = Sampler([[SOME] * 4])(40)
+    made = some()
     with pytest.raises(ValueError, match="prompt 2 ") as error:
         score(Task((), (), partial(bad, what)), made)
     assert message in str(error.value)
@@ -260,29 +298,28 @@ def test_a_bad_reward_names_the_prompt(what, message):
 
 
 class FakeEngine:
-    tokenizer = tokenizers.characters("abcdef")
+    tokenizer, max_tokens, sampling, stop = TOKENIZER, 5, Sampling(0.5), ("x",)
+
+    def sample(self, more):
+        while (r := more()) is not None:
+            assert (r.max_tokens, r.sampling, r.stop, r.seed) == (5, Sampling(0.5), ("x",), 9)
+            yield r, tuple(answer(r.draw, g) for g in range(r.group))
 
 
-def fake_generate(engine, ids, group, *, seed, draws):
-    n = len(ids) * group
-    return Samples(np.ones((n, 2), np.int32), np.zeros((n, 2), np.float32), np.full(n, 2), np.full(n, EOS), ("x",) * n)
-
-
-def test_prompts_are_padded_on_the_right(monkeypatch):
-    monkeypatch.setattr(module.decode, "generate", fake_generate)
+def test_prompts_are_padded_on_the_right():
     prompts = (Prompt(7, "abc"), Prompt(9, "f"))
-    made = sample_groups(FakeEngine(), prompts, 3, seed=0, draws=np.array([4, 5]), max_prompt_tokens=3)
+    made = sample_groups(FakeEngine(), prompts, 3, seed=9, draws=np.array([4, 5]), max_prompt_tokens=3)
     assert made.prompt_tokens.tolist() == [[2, 3, 4], [7, 0, 0]]
     assert made.prompt_lengths.tolist() == [3, 1]
     assert made.group_size == 3
     assert made.prompts == prompts
     assert made.draws.tolist() == [4, 5]
+    assert made.lengths.tolist() == [len(answer(d, g).tokens) for d in (4, 5) for g in range(3)]
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("abcd", 4), ("", 0)])
-def test_prompts_of_a_wrong_length_are_named(monkeypatch, text, tokens):
-    monkeypatch.setattr(module.decode, "generate", fake_generate)
+def test_prompts_of_a_wrong_length_are_named(text, tokens):
     with pytest.raises(ValueError, match=rf"prompt 9 has {tokens} tokens; expected 1 to rollout.max_prompt_tokens = 3"):
         sample_groups(
-            FakeEngine(), (Prompt(7, "abc"), Prompt(9, text)), 3, seed=0, draws=np.arange(2), max_prompt_tokens=3
+            FakeEngine(), (Prompt(7, "abc"), Prompt(9, text)), 3, seed=9, draws=np.arange(2), max_prompt_tokens=3
         )

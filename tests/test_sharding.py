@@ -180,13 +180,13 @@ def test_too_few_devices():
 
 
 def answers_on(mesh_shape):
-    """Answers to six prompts in four slots, sampled with weights that were pushed on a mesh."""
+    """Answers to six prompts, eight at a time, sampled with weights that were pushed on a mesh."""
     prompts = tuple(Prompt(i, "abcdefgh"[: i + 1]) for i in range(6))
     mesh = sharding.make_mesh(*mesh_shape)
     with jax.set_mesh(mesh):
         params = init_state(MODEL, optax.sgd(0.1), 0, mesh).params
         tokenizer, first = tokenizers.characters("abcdefghijklmn"), weights.push(MODEL, params, mesh)
-        engine = push_weights(Engine(MODEL, tokenizer, Sampling(), first, 12, slots=4, mesh=mesh), params)
+        engine = push_weights(Engine(MODEL, tokenizer, first, Sampling(), 12, slots=8, mesh=mesh), params)
         answers = rollouts.sample_groups(engine, prompts, GROUP, seed=1, draws=np.arange(6), max_prompt_tokens=8)
     return answers, engine.weights
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from cases import CONFIG, PLAIN, rollouts_of, scored
 
-from jaxrl_llm import trainer
-from jaxrl_llm.rollouts import Stream, success_rate
+from jaxrl_llm.data.stream import Stream, success_rate
+from jaxrl_llm.schedules import Position, moved_on
 from jaxrl_llm.types import Prompt
 
 
@@ -78,13 +78,13 @@ def test_an_error_when_too_few_prompts_are_left():
 
 
 def test_what_was_solved_is_remembered_only_when_the_order_depends_on_it():
-    seen = replace(scored(rollouts_of([3, 4, 5, 6]), [1, 0, 1, 1]), draw=9)
-    seen = replace(seen, all_rollouts=(replace(seen.rollouts, places=np.array([5, 2])),))
-    at = trainer.Position(2, 4, {5: (2, 2)})
-    moved = trainer.moved_on(replace(CONFIG, algorithm=replace(PLAIN, prioritized=True)), at, seen)
-    assert moved == trainer.Position(3, 9, {5: (4, 3), 2: (2, 2)})
+    seen = scored(rollouts_of([3, 4, 5, 6]), [1, 0, 1, 1])
+    seen = replace(seen, everything=replace(seen.rollouts, places=np.array([5, 2])))
+    at = Position(2, 4, {5: (2, 2)})
+    moved = moved_on(replace(CONFIG, algorithm=replace(PLAIN, prioritized=True)), at, seen, 9)
+    assert moved == Position(3, 9, {5: (4, 3), 2: (2, 2)})
     assert at.solved == {5: (2, 2)}
     assert success_rate(moved.solved, 5) == 0.75
     assert success_rate(moved.solved, 1) == 0
-    plain = trainer.moved_on(replace(CONFIG, algorithm=PLAIN), trainer.Position(), seen)
+    plain = moved_on(replace(CONFIG, algorithm=PLAIN), Position(), seen, 9)
     assert plain.solved == {}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from cases import CONFIG, PLAIN, REWARDS, rollouts_of, scored
 
-from jaxrl_llm import advantages, batching, losses, rollouts, trainer
+from jaxrl_llm import advantages, batching, losses, rollouts, schedules, trainer
 from jaxrl_llm import learner as learner_module
 from jaxrl_llm.algorithms import ALGORITHMS, Algorithm
 from jaxrl_llm.rewards.length import soft_overlong
@@ -62,8 +62,9 @@ def test_old_log_probs_are_the_live_policy_s_and_reference_ones_the_reference_s(
     learner = replace(learner, ref_params=other)
     answers = rollouts_of([3, 4, 5, 6])
     batch = learn(learner, state, answers, REWARDS)
+    compiled = jax.jit(response_logprobs, static_argnums=(0, 3))
     for params, got in ((state.params, batch.old_logp), (other, batch.ref_logp)):
-        want, _ = response_logprobs(CONFIG.model, params, batch, CONFIG.rollout.temperature)
+        want, _ = compiled(CONFIG.model, params, batch, CONFIG.rollout.temperature)
         np.testing.assert_allclose(np.where(batch.mask, got, 0), np.where(batch.mask, want, 0), atol=1e-6)
     cold, _ = response_logprobs(CONFIG.model, other, batch, 1.0)
     assert np.abs(np.where(batch.mask, batch.ref_logp - cold, 0)).max() > 0.1, "the temperature is part of the policy"
@@ -124,7 +125,7 @@ def test_rewards_are_signed_and_punished_for_tokens_not_characters():
     algorithm = replace(PLAIN, signed_reward=True, length_reward=partial(soft_overlong, cache_len=4))
     config = replace(CONFIG, algorithm=algorithm)
     rewards = [Reward(v, v > 0) for v in (1, 0, 1, 0)]  # ints, which an integer array would have cut
-    got = trainer.shaped_rewards(config, rollouts_of([6, 7, 9, 10]), rewards, 0)
+    got = learner_module.shaped_rewards(config, rollouts_of([6, 7, 9, 10]), rewards, 0)
     np.testing.assert_allclose(got, [1, -1.25, 0.25, -2], rtol=1e-6)
     assert got.dtype == np.float32
 
@@ -151,16 +152,20 @@ def test_the_optimiser_is_reset_for_every_batch_when_asked():
 def test_rollout_metrics_by_hand():
     answers = rollouts_of([2, 4, 10, 6])
     rewards = tuple(Reward(v, c) for v, c in ((1.0, True), (0.5, False), (0.0, False), (0.0, False)))
-    row = trainer.measure_rollouts(replace(scored(answers, [0] * 4), rewards=rewards, all_rewards=rewards))
+    seen = replace(scored(answers, [0] * 4), rewards=rewards, all_rewards=rewards, all_kept=np.array([True, False]))
+    versions = np.array([[7] * 10, [7] * 10, [5] * 4 + [6] * 6, [8] * 10], np.int32)
+    seen = replace(seen, rollouts=replace(answers, versions=versions), stale=3)
+    row = trainer.measure_rollouts(seen, 8)
     want = {
         "reward/mean": 0.375, "accuracy": 0.25, "groups/all_correct": 0.0, "groups/all_wrong": 0.5,
         "length/mean": 5.5, "length/max": 10.0, "length/correct": 2.0, "length/wrong": 20 / 3, "truncated": 0.25,
-        "rounds": 1.0, "reward/std": np.std([1, 0.5, 0, 0]),
+        "reward/std": np.std([1, 0.5, 0, 0]), "groups/sampled": 2, "groups/stale": 3,
+        "length/accepted": 3, "length/rejected": 8, "staleness/mean": (6 + 4 * 3 + 6 * 2) / 22, "staleness/max": 3,
     }  # fmt: skip
     assert row.keys() == want.keys()
     for name, value in want.items():
         np.testing.assert_allclose(row[name], value, rtol=1e-6, err_msg=name)
-    nothing = trainer.measure_rollouts(scored(answers, [0] * 4))
+    nothing = trainer.measure_rollouts(scored(answers, [0] * 4), 0)
     assert np.isnan(nothing["length/correct"])
 
 
@@ -178,7 +183,9 @@ def test_a_step_of_the_whole_loop():
     learner, state, engine = ready(replace(ALGORITHMS["olmo3"], group_filter=None, kl="k3", kl_coef=0.1))
     with jax.set_mesh(learner.mesh):
         before = jax.device_get(state.params)
-        state, engine, at, seen, row = trainer.one_step(learner, state, engine, trainer.Position())
+        state, engine, at, seen, row = trainer.one_step(
+            learner, state, engine, schedules.Position(), schedules.Sync(learner)
+        )
     assert (at.step, at.draw) == (1, 4)
     assert at.solved == {int(p): (2, 0) for p in seen.rollouts.places}
     assert engine.weights.version == 1
@@ -195,11 +202,11 @@ def test_while_the_critic_is_pre_trained_the_policy_stands_still():
     a = replace(a, updates_per_batch=2, critic=replace(a.critic, updates=2, mini_batches=2, pretrain=1))
     learner, state, engine = ready(a)
     assert learner.config.total_steps == CONFIG.steps + 1
-    at, seen = trainer.Position(), []
+    at, seen = schedules.Position(), []
     with jax.set_mesh(learner.mesh):
         for _ in range(2):
             seen.append(jax.device_get((state.params, state.critic.params)))
-            state, engine, at, _, row = trainer.one_step(learner, state, engine, at)
+            state, engine, at, _, row = trainer.one_step(learner, state, engine, at, schedules.Sync(learner))
             assert ("loss" in row) == (at.step == 2)
             assert row["critic/loss"] > 0
     changed = lambda a, b: any(np.any(x != y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
@@ -227,9 +234,15 @@ def test_dynamic_sampling_asks_until_groups_are_mixed():
     coin = lambda p, text, f: Reward(0.5, len(text) % 2 == 0)
     learner = replace(learner, task=replace(learner.task, reward=coin))
     with jax.set_mesh(learner.mesh):
-        engine, at = trainer.make_engine(learner, state.params), trainer.Position(draw=3)
-        seen = trainer.sample_batch(learner, engine, at, trainer.metrics.Stopwatch())
+        engine, at = trainer.make_engine(learner, state.params), schedules.Position(draw=3)
+        seen, after = schedules.sample_batch(learner, engine, at, trainer.metrics.Stopwatch())
     groups = np.array([r.correct for r in seen.rewards]).reshape(-1, 2)
     assert rollouts.mixed(correct=groups).all()
-    assert seen.draw == 3 + 4 * seen.rounds
-    assert len(seen.all_rewards) == 8 * seen.rounds
+    assert len(groups) == 4
+    asked = len(seen.all_rewards) // 2
+    assert asked > 4
+    assert (after.step, after.draw, after.pending) == (1, 3 + asked, ())
+    assert seen.everything.draws.tolist() == list(range(3, after.draw))
+    everything = np.array([r.correct for r in seen.all_rewards]).reshape(-1, 2)
+    assert seen.all_kept.tolist() == rollouts.mixed(correct=everything).tolist()
+    assert seen.rollouts.draws.tolist() == seen.everything.draws[seen.all_kept].tolist()

@@ -23,7 +23,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import tyro  # noqa: E402
 
-from jaxrl_llm import trainer  # noqa: E402
+from jaxrl_llm import schedules, trainer  # noqa: E402
 from jaxrl_llm.algorithms import ALGORITHMS  # noqa: E402
 from jaxrl_llm.config import Config, Rollout  # noqa: E402
 from jaxrl_llm.data import tokenizers  # noqa: E402
@@ -101,7 +101,7 @@ def main(prompt_len: int = 32, steps: int = 8, micro_batches: int = 4) -> None:
         model=MODEL,
         tokenizer=endless_tokenizer,
         optimizer=Optimizer(lr=1e-6),
-        rollout=Rollout(PROMPTS, GROUP, prompt_len, NEW_TOKENS, tokens_per_call=NEW_TOKENS),
+        rollout=Rollout(PROMPTS, GROUP, prompt_len, NEW_TOKENS, tokens_per_call=32),
         micro_batches=micro_batches,
         steps=steps,
     )
@@ -110,8 +110,9 @@ def main(prompt_len: int = 32, steps: int = 8, micro_batches: int = 4) -> None:
     with jax.set_mesh(learner.mesh):
         state = init_state(MODEL, learner.tx, 0, learner.mesh)
         engine, at = trainer.make_engine(learner, state.params), trainer.Position()
+        schedule = schedules.Sync(learner)
         for _ in range(steps + 2):
-            state, engine, at, seen, row = trainer.one_step(learner, state, engine, at)
+            state, engine, at, seen, row = trainer.one_step(learner, state, engine, at, schedule)
             taken.append(row)
     assert seen.rollouts.lengths.min() == NEW_TOKENS
     rate = max(rate, matmul_rate())

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.attention import MASKED, Attend
+from jaxrl_llm.quantize import Quantized, quantize
+
+WIDTH_OF_KEYS, WIDTH_OF_VALUES = 2, 3  # axes
 
 
-class Stored(NamedTuple):
-    """Keys [..., C, n] or values [..., n, C] of n tokens. int8 ones are x·scale, a scale per token and head."""
-
-    x: Array
-    scale: Float[Array, "*B n"] | None = None
+Stored = Array | Quantized  # keys [..., C, n] or values [..., n, C] of n tokens
 
 
 class LayerCache(NamedTuple):
@@ -44,34 +43,31 @@ class View(NamedTuple):
 
 
 def stored(x: Array, dtype: str, axis: int) -> Stored:
-    """x as the cache keeps it. axis: that of the width C, -1 or -2; int8 takes its scales over it."""
-    if dtype != "int8":
-        return Stored(x.astype(dtype))
-    x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=axis), 1e-30) / 127
-    return Stored(jnp.round(x / jnp.expand_dims(scale, axis)).astype(jnp.int8), scale)
+    """x as the cache keeps it. axis: that of the width; in int8 each token and head has a scale."""
+    return quantize(x, axis) if dtype == "int8" else x.astype(dtype)
 
 
 def empty(shape: tuple[int, ...], dtype: str, axis: int) -> Stored:
     """Room for keys or values of this shape."""
-    scales = tuple(n for i, n in enumerate(shape) if i != len(shape) + axis)
-    return Stored(jnp.zeros(shape, dtype), jnp.zeros(scales, jnp.float32) if dtype == "int8" else None)
+    room = jnp.zeros(shape, dtype)
+    return Quantized(room, jnp.zeros([1 if i == axis else n for i, n in enumerate(shape)])) if dtype == "int8" else room
 
 
 def _attended(
     q: Float[Array, "B K q C"], k: Stored, v: Stored, seen: Bool[Array, "#B 1 #q n"]
 ) -> tuple[Float[Array, "B K q C"], Float[Array, "B K q 1"], Float[Array, "B K q 1"]]:
     """Weighted sum of values, sum of weights and the largest logit: softmax's parts, to be merged with others'."""
-    logits = jnp.einsum("bkqc,bkcn->bkqn", q, k.x.astype(q.dtype)).astype(jnp.float32)
-    if k.scale is not None:
-        logits = logits * k.scale[:, :, None]
+    (k, k_scale), (v, v_scale) = (x if isinstance(x, Quantized) else (x, None) for x in (k, v))
+    logits = jnp.einsum("bkqc,bkcn->bkqn", q, k.astype(q.dtype)).astype(jnp.float32)
+    if k_scale is not None:
+        logits = logits * k_scale  # [B,K,1,n]
     logits = jnp.where(seen, logits, MASKED)
     top = logits.max(axis=-1, keepdims=True)
     weights = jnp.exp(logits - top)
     total = weights.sum(axis=-1, keepdims=True)
-    if v.scale is not None:
-        weights = weights * v.scale[:, :, None]
-    out = jnp.einsum("bkqn,bknc->bkqc", weights.astype(q.dtype), v.x.astype(q.dtype))
+    if v_scale is not None:
+        weights = weights * v_scale.swapaxes(2, 3)
+    out = jnp.einsum("bkqn,bknc->bkqc", weights.astype(q.dtype), v.astype(q.dtype))
     return out.astype(jnp.float32), total, top
 
 
@@ -81,7 +77,7 @@ def _over_prefix(q: Float[Array, "N K h C"], cache: LayerCache, view: View) -> t
     kv, heads, width = q.shape[1:]
     q = jax.vmap(lambda x, i: x[i])(q.reshape(shards, -1, *q.shape[1:]), view.lanes)  # [D,R/D,L,K,h,C]
     q = q.reshape(-1, lanes, kv, heads, width).swapaxes(1, 2).reshape(-1, kv, lanes * heads, width)
-    size = cache.prefix_v.x.shape[2]
+    size = room(cache.prefix_v)
     seen = jnp.arange(size)[None] < view.prefix_lengths[:, None]
     parts = _attended(q, cache.prefix_k, cache.prefix_v, seen[:, None, None])
 
@@ -93,24 +89,29 @@ def _over_prefix(q: Float[Array, "N K h C"], cache: LayerCache, view: View) -> t
     return tuple(back(x) for x in parts)
 
 
-def write(old: Stored, new: Stored, column: Int[Array, ""], axis: int) -> Stored:
-    """`new`, one token of every row, into `column`. axis: that of the tokens, -1 for keys and -2 for values."""
-    put = lambda a, b, axis: jax.lax.dynamic_update_slice_in_dim(a, b, column, axis=axis % a.ndim)
-    scale = None if old.scale is None else put(old.scale, new.scale, -1)
-    return Stored(put(old.x, new.x, axis), scale)
+def room(values: Stored) -> int:
+    """Tokens that there is room for."""
+    return jax.tree.leaves(values)[0].shape[2]
 
 
-def decode(view: View, dtype: str) -> Attend:
+def kind(x: Stored) -> str:
+    return jax.tree.leaves(x)[0].dtype.name
+
+
+def decode(view: View) -> Attend:
     """One token for every row, its keys and values written to the row's own cache."""
+
+    def write(old: Stored, new: Array, axis: int, tokens: int) -> Stored:
+        put = lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, view.column, axis=tokens)
+        return jax.tree.map(put, old, stored(new, kind(old), axis))
 
     def attend(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
         rows, _, heads, width = q.shape  # [N,1,H,C]
         kv = k.shape[2]
-        # Once, not in each of the loops that read them: XLA would fold the rotation into every gather.
-        q, k = jax.lax.optimization_barrier((q * width**-0.5, k))
+        q = q * width**-0.5
         cache = cache._replace(
-            own_k=write(cache.own_k, stored(k[:, 0, :, :, None], dtype, -2), view.column, -1),
-            own_v=write(cache.own_v, stored(v[:, 0, :, None], dtype, -1), view.column, -2),
+            own_k=write(cache.own_k, k[:, 0, :, :, None], WIDTH_OF_KEYS, 3),
+            own_v=write(cache.own_v, v[:, 0, :, None], WIDTH_OF_VALUES, 2),
         )
         q = q.reshape(rows, kv, heads // kv, width)
         out, total, top = _over_prefix(q, cache, view)

@@ -9,6 +9,7 @@ however long ago the row was filled; `start` remembers when.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.logprobs import tempered_logits
 from jaxrl_llm.models import attention, transformer
+from jaxrl_llm.quantize import dequantized
 from jaxrl_llm.sampler import cache
-from jaxrl_llm.sampler.cache import LayerCache, Stored, View
+from jaxrl_llm.sampler.cache import WIDTH_OF_KEYS, WIDTH_OF_VALUES, LayerCache, Stored, View, kind, room
 from jaxrl_llm.sampler.sampling import Draw, sample
 from jaxrl_llm.sharding import constrain
 
@@ -69,9 +71,10 @@ def _blocks(config: transformer.ModelConfig, params: Any) -> tuple[transformer.T
     """The model and its blocks one by one, for params whose layers are a list (see `weights.push`)."""
     model = nnx.eval_shape(lambda: transformer.Transformer(config, nnx.Rngs(0)))
     graph = nnx.split(model.layers)[0]
-    blocks = [nnx.merge(graph, layer) for layer in params["layers"]]
+    blocks = [nnx.merge(graph, dequantized(layer, config.dtype)) for layer in params["layers"]]
     del model.layers
-    nnx.update(model, {k: v for k, v in params.items() if k != "layers"})
+    head_dtype = jnp.float32 if config.fp32_head else config.dtype
+    nnx.update(model, dequantized({k: v for k, v in params.items() if k != "layers"}, head_dtype))
     return model, blocks
 
 
@@ -109,15 +112,10 @@ def init_state(
     """Empty rows with room for `columns` tokens, and prefixes of up to `size` tokens. kv_dtype: of the caches."""
     kv, width = config.kv_heads, config.head_width
     split = lambda x: jax.tree.map(lambda y: constrain(y, "batch", *(("kv_heads",) if y.ndim > 1 else ())), x)
-    room = lambda *shape, axis: split(cache.empty(shape, kv_dtype, axis))
-    make = lambda: LayerCache(
-        room(prefixes, kv, width, size, axis=-2),
-        room(prefixes, kv, size, width, axis=-1),
-        room(rows, kv, width, columns, axis=-2),
-        room(rows, kv, columns, width, axis=-1),
-    )
+    keys = lambda n, tokens: split(cache.empty((n, kv, width, tokens), kv_dtype, WIDTH_OF_KEYS))
+    values = lambda n, tokens: split(cache.empty((n, kv, tokens, width), kv_dtype, WIDTH_OF_VALUES))
+    make = lambda: LayerCache(keys(prefixes, size), values(prefixes, size), keys(rows, columns), values(rows, columns))
     zeros = lambda dtype=jnp.int32, n=rows: split(jnp.zeros(n, dtype))
-    keys = split(jnp.broadcast_to(jax.random.key(0), rows))
     return DecodeState(
         caches=tuple(make() for _ in range(config.layers)),
         prefix_lengths=zeros(n=prefixes),
@@ -126,7 +124,7 @@ def init_state(
         limit=zeros(),
         token=zeros(),
         live=zeros(bool),
-        draw=Draw(keys, zeros(jnp.float32), zeros(), zeros(jnp.float32)),
+        draw=Draw(split(jnp.broadcast_to(jax.random.key(0), rows)), zeros(jnp.float32), zeros(), zeros(jnp.float32)),
     )
 
 
@@ -135,14 +133,13 @@ def insert_prefixes(
 ) -> DecodeState:
     """Put M prefilled prompts into prefixes `into`; a number past the end is dropped (padding)."""
 
-    def put(old: Stored, new: Array, axis: int) -> Stored:
-        tokens = -3 - axis  # keys [M,K,C,S] have their tokens last, values before the width
-        pad = [(0, old.x.shape[i] - new.shape[i] if i == tokens % 4 else 0) for i in range(4)]
-        new = cache.stored(jnp.pad(new, pad), _kind(old), axis)
-        return jax.tree.map(lambda a, b: a.at[into].set(b, mode="drop"), old, new)
+    def put(old: Stored, new: Array, width: int) -> Stored:
+        new = cache.stored(new, kind(old), width)
+        grown = lambda a, b: jnp.pad(b, [(0, 0), *((0, n - m) for n, m in zip(a.shape[1:], b.shape[1:], strict=True))])
+        return jax.tree.map(lambda a, b: a.at[into].set(grown(a, b), mode="drop"), old, new)
 
     caches = tuple(
-        c._replace(prefix_k=put(c.prefix_k, k, -2), prefix_v=put(c.prefix_v, v, -1))
+        c._replace(prefix_k=put(c.prefix_k, k, WIDTH_OF_KEYS), prefix_v=put(c.prefix_v, v, WIDTH_OF_VALUES))
         for c, (k, v) in zip(state.caches, filled, strict=True)
     )
     return replace(state, caches=caches, prefix_lengths=state.prefix_lengths.at[into].set(lengths, mode="drop"))
@@ -154,17 +151,17 @@ def insert_rows(state: DecodeState, rows: Rows, own: tuple[tuple[Array, Array], 
     start = state.step - rows.count
     caches = state.caches
     if own is not None:
-        columns = caches[0].own_v.x.shape[2]
+        columns = room(caches[0].own_v)
         at = (jnp.arange(columns)[None] - start[:, None]) % columns  # which of its tokens an answer has in a column
 
-        def rolled(old: Stored, new: Array, axis: int) -> Stored:
-            index = jnp.minimum(at, new.shape[-3 - axis] - 1)
-            index = index[:, None, None] if axis == -2 else index[:, None, :, None]
-            new = cache.stored(jnp.take_along_axis(new, index, axis=-3 - axis), _kind(old), axis)
-            return jax.tree.map(put, old, new)
+        def rolled(old: Stored, new: Array, width: int) -> Stored:
+            tokens = 5 - width  # keys have their tokens last, values their width
+            index = jnp.expand_dims(jnp.minimum(at, new.shape[tokens] - 1), (1, width))
+            new = jnp.take_along_axis(new, index, axis=tokens)
+            return jax.tree.map(put, old, cache.stored(new, kind(old), width))
 
         caches = tuple(
-            c._replace(own_k=rolled(c.own_k, k, -2), own_v=rolled(c.own_v, v, -1))
+            c._replace(own_k=rolled(c.own_k, k, WIDTH_OF_KEYS), own_v=rolled(c.own_v, v, WIDTH_OF_VALUES))
             for c, (k, v) in zip(caches, own, strict=True)
         )
     return replace(
@@ -178,10 +175,6 @@ def insert_rows(state: DecodeState, rows: Rows, own: tuple[tuple[Array, Array], 
     )
 
 
-def _kind(x: Stored) -> str:
-    return x.x.dtype.name
-
-
 def repack(
     state: DecodeState, rows: Int[Array, " N'"], prefixes: Int[Array, " R'"], size: int, columns: int
 ) -> DecodeState:
@@ -189,24 +182,22 @@ def repack(
 
     Legal while no live answer has more than `columns` tokens and no prefix more than `size`.
     """
-    old_columns = state.caches[0].own_v.x.shape[2]
     age = (state.step - 1 - jnp.arange(columns)) % columns  # of each new column; the same for all rows
-    source = (state.step - 1 - age) % old_columns
-
-    def own(x: Stored, tokens: int) -> Stored:
-        pick = lambda a, axis: jnp.take(a[jnp.maximum(rows, 0)], source, axis=axis % a.ndim)
-        return Stored(pick(x.x, tokens), None if x.scale is None else pick(x.scale, -1))
-
-    def prefix(x: Stored, tokens: int) -> Stored:
-        def fit(a: Array, axis: int) -> Array:
-            a = jax.lax.slice_in_dim(a[jnp.maximum(prefixes, 0)], 0, min(size, a.shape[axis]), axis=axis % a.ndim)
-            return jnp.pad(a, [(0, size - a.shape[i] if i == axis % a.ndim else 0) for i in range(a.ndim)])
-
-        return Stored(fit(x.x, tokens), None if x.scale is None else fit(x.scale, -1))
-
+    source = (state.step - 1 - age) % room(state.caches[0].own_v)
     split = lambda x: jax.tree.map(lambda y: constrain(y, "batch", *(("kv_heads",) if y.ndim > 1 else ())), x)
+
+    def own(x: Array, tokens: int) -> Array:
+        return split(jnp.take(x[jnp.maximum(rows, 0)], source, axis=tokens))
+
+    def prefix(x: Array, tokens: int) -> Array:
+        x = jax.lax.slice_in_dim(x[jnp.maximum(prefixes, 0)], 0, min(size, x.shape[tokens]), axis=tokens)
+        return split(jnp.pad(x, [(0, size - n if i == tokens else 0) for i, n in enumerate(x.shape)]))
+
     caches = tuple(
-        split(LayerCache(prefix(c.prefix_k, -1), prefix(c.prefix_v, -2), own(c.own_k, -1), own(c.own_v, -2)))
+        LayerCache(
+            *(jax.tree.map(partial(prefix, tokens=axis), x) for x, axis in ((c.prefix_k, 3), (c.prefix_v, 2))),
+            *(jax.tree.map(partial(own, tokens=axis), x) for x, axis in ((c.own_k, 3), (c.own_v, 2))),
+        )
         for c in state.caches
     )
     pick = lambda x: split(x[jnp.maximum(rows, 0)])
@@ -241,8 +232,7 @@ def decode_k(
     """
     model, blocks = _blocks(config, params)
     head = model.head_matrix()
-    (rows, steps), columns = forced.shape, state.caches[0].own_v.x.shape[2]
-    kv_dtype = _kind(state.caches[0].own_v)
+    (rows, steps), columns = forced.shape, room(state.caches[0].own_v)
     eos = jnp.asarray(eos_ids, jnp.int32)
 
     def one(carry: tuple[Array, DecodeState, Drawn]) -> tuple[Array, DecodeState, Drawn]:
@@ -251,7 +241,7 @@ def decode_k(
         column = s.step % columns
         age = (column - jnp.arange(columns)) % columns
         view = View(s.prefix_lengths, lanes, place, column, age[None] <= count[:, None])
-        attend = cache.decode(view, kv_dtype)
+        attend = cache.decode(view)
         row_prefix = jax.vmap(lambda n, p: n[p // lanes.shape[2]])(s.prefix_lengths.reshape(lanes.shape[:2]), place)
         angles = transformer.rope((row_prefix.reshape(-1) + count)[:, None], config)
         x, caches = model.embedded(s.token[:, None]), []

@@ -1,4 +1,4 @@
-"""The in-process sampling loop: rows are filled, decoded, harvested and filled again. No threads, on any number of hosts.
+"""The in-process sampling loop: rows are filled, decoded, harvested and filled again. No threads, whatever the hosts.
 
 Shapes follow the work: as many rows as there are answers to draw, as many columns as the longest of them needs, and
 each in few sizes, so that a handful of programs serve a whole run.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -40,8 +41,9 @@ class Engine:
     slots: int = 64  # answers decoded at once
     max_prompt_tokens: int = 0  # 0: any
     tokens_per_call: int = 32  # decoding steps between two looks from the host
+    int8: bool = False  # of the weights that are pushed
     kv_dtype: str = ""  # float32, bfloat16 or int8; that of the activations if left out
-    exact: bool = False  # one shape whatever the work: log-probs that `rescore` gives again bit for bit
+    exact: bool = False  # one shape, and no row filled before all are done: `rescored` log-probs are equal bit for bit
     mesh: Mesh | None = None
 
     def sample(
@@ -51,24 +53,48 @@ class Engine:
 
         `latest`: the weights to use, asked before each call, so that they may change while answers are being drawn.
         """
-        latest = latest or (lambda: self.weights)
-        slots, waiting = _Slots(self), deque()
-        while True:
-            while slots.busy + len(waiting) < self.slots and (request := more()) is not None:
-                check(request, vocab_size=self.model.vocab_size, max_prompt_tokens=self.max_prompt_tokens or None)
-                group = _Group(request, [Draft(request, g) for g in range(request.group)])
-                waiting += [(group, draft) for draft in group.drafts if draft.open]
-                if not group.left:
-                    yield request, group.answers()
-            if not waiting and not slots.busy:
-                return
-            slots.fill(latest(), waiting)
-            for group in slots.step(latest()):
-                yield group.request, group.answers()
+        return _sample(self, more, latest or (lambda: self.weights))
 
     def pushed(self, params: Any) -> Engine:
         """The same engine with the learner's parameters, one version on."""
-        return replace(self, weights=weights.push(self.model, params, self.mesh, self.weights))
+        held = weights.push(self.model, params, self.mesh, version=self.version + 1, int8=self.int8)
+        jax.block_until_ready(held.params)
+        return replace(self, weights=held)
+
+    def close(self) -> None:
+        """Nothing to be closed in this process."""
+
+    @property
+    def version(self) -> int:
+        return self.weights.version
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights that it holds."""
+        return self.weights.bytes
+
+
+def _sample(
+    engine: Engine,
+    more: More,
+    latest: Callable[[], weights.SamplerWeights],
+    script: Callable[[Request, int], tuple[int, ...]] = lambda request, number: (),
+) -> Iterator[tuple[Request, Group]]:
+    """`Engine.sample`; and, for answers that have a script, those tokens instead of drawn ones."""
+    slots, waiting = _Slots(engine), deque()
+    while True:
+        while slots.busy + len(waiting) < engine.slots and (request := more()) is not None:
+            check(request, vocab_size=engine.model.vocab_size, max_prompt_tokens=engine.max_prompt_tokens or None)
+            drafts = [Draft(request, g, script(request, g)) for g in range(request.group)]
+            group = _Group(request, drafts, any(d.open and d.tokens for d in drafts))
+            waiting += [(group, draft) for draft in group.drafts if draft.open]
+            if not group.left:
+                yield request, group.answers()
+        if not waiting and not slots.busy:
+            return
+        slots.fill(latest(), waiting)
+        for group in slots.step(latest()):
+            yield group.request, group.answers()
 
 
 def push_weights(engine: Any, params: Any) -> Any:
@@ -93,22 +119,37 @@ def generate(engine: Any, requests: Sequence[Request]) -> list[Group]:
     return [groups[i] for i in range(len(requests))]
 
 
+def rescored(engine: Engine, requests: Sequence[Request], groups: Sequence[Group]) -> list[np.ndarray]:
+    """Log-probs of tokens that are given, from the programs that draw: one array an answer, in order.
+
+    With `exact` they are those of the drawing itself, bit for bit, if the weights are the same.
+    """
+    asked = deque(replace(r, begun=(), budget=0, stop=()) for r in requests)
+    said = {(r.seed, r.draw): group for r, group in zip(requests, groups, strict=True)}
+    found = {}
+    for request, group in _sample(
+        engine,
+        lambda: asked.popleft() if asked else None,
+        lambda: engine.weights,
+        lambda request, number: tuple(said[request.seed, request.draw][number].tokens.tolist()),
+    ):
+        found[request.seed, request.draw] = [a.logp for a in group]
+    return [logp for r in requests for logp in found[r.seed, r.draw]]
+
+
 @dataclass
 class _Group:
     """A request under way."""
 
     request: Request
     drafts: list[Draft]
+    begun: bool  # some answers have tokens from an earlier call
     prefix: int = -1  # where its prompt lies
     own: Any = None  # keys and values of what was begun
 
     @property
     def left(self) -> int:
         return sum(d.open for d in self.drafts)
-
-    @property
-    def begun(self) -> bool:
-        return any(d.open and d.tokens for d in self.drafts)
 
     def answers(self) -> Group:
         return tuple(d.answer() for d in self.drafts)
@@ -238,9 +279,11 @@ class _Slots:
 
     def fill(self, held: weights.SamplerWeights, waiting: deque[Place]) -> None:
         """Put waiting answers into free rows, in their order; those that find no place stay."""
-        if not waiting and not self.busy:
+        if self.engine.exact and (self.busy or not waiting):
             return
         self._fit(waiting)
+        if self.engine.exact:
+            self.state = replace(self.state, step=jnp.zeros_like(self.state.step))  # an answer's first token: column 0
         placed, groups, stay = [], [], []
         while waiting and None in self.rows:
             group, draft = waiting.popleft()
@@ -356,7 +399,7 @@ class _Slots:
         for i, occupant in enumerate(self.rows):
             if occupant is not None:
                 readers[occupant[0].prefix].append(i)
-        self.lanes = max(self.lanes, power(max(map(len, readers))))
+        self.lanes = max(self.lanes, *(power(g.request.group) for g in self.prefixes if g is not None))
         lanes = np.zeros((self.ways, r, self.lanes), np.int32)
         place = np.zeros((self.ways, n), np.int32)
         for p, rows in enumerate(readers):
