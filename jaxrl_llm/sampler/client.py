@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -66,8 +66,8 @@ class _Ticket:
     """A request on its way, the same id in every attempt."""
 
     request: Request
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    attempts: int = 0
+    message: pb.SampleRequest
+    failures: int = 0
 
 
 def _exception(server: _Server, error: grpc.RpcError, loading: bool = False) -> Exception | None:
@@ -127,8 +127,8 @@ class Client:
     def sample(self, more: More) -> Iterator[tuple[Request, Group]]:
         """Groups as they come, until `more` has none and none is in flight.
 
-        Asks `more` only when a server has room, in the caller's thread, between two groups. Closing the iterator
-        cancels what is in flight.
+        All is done in the caller's thread, between two groups: `more` is asked when a server has room or nothing is in
+        flight, and what has failed is sent again. Closing the iterator cancels what is in flight.
         """
         waiting: deque[_Ticket] = deque()
         running: dict[grpc.Future, tuple[_Ticket, _Server]] = {}
@@ -139,23 +139,23 @@ class Client:
                     if (request := more()) is None:
                         return
                     waiting.append(_ticket(request))
-                while (server := self._claim()) is not None:
+                while self._able():
                     if not waiting and (request := more()) is not None:
                         waiting.append(_ticket(request))
-                    if not waiting:
-                        self._release(server)
+                    if not waiting or (server := self._claim()) is None:  # another thread has taken the room
                         break
                     ticket = waiting.popleft()
                     call = self._send(ticket, server)
                     running[call] = ticket, server
                     call.add_done_callback(lambda call: self._wake(done, call))
-                for call in self._wait(done, bool(waiting)):
-                    ticket, server = running.pop(call)
-                    self._release(server)
-                    if self._failed(call, ticket, server):
-                        waiting.appendleft(ticket)
-                    else:
-                        yield ticket.request, _group(call.result(), ticket.request, server)
+                if (call := self._wait(done, bool(waiting))) is None:
+                    continue
+                ticket, server = running.pop(call)
+                self._release(server)
+                if self._failed(call, ticket, server):
+                    waiting.appendleft(ticket)
+                else:
+                    yield ticket.request, _group(call.result(), ticket.request, server)
         finally:
             for call, (_, server) in running.items():
                 call.cancel()
@@ -172,12 +172,16 @@ class Client:
             groups[places[id(request)].popleft()] = group
         return groups
 
-    def _claim(self) -> _Server | None:
-        """Room on the least loaded server that may get requests."""
-        with self._changed:
+    def _able(self) -> list[_Server]:
+        """Servers that may get a request at this moment."""
+        with self._changed:  # which may be held already
             now = time.monotonic()
-            able = [s for s in self._servers if s.up and s.in_flight < self.in_flight and s.full_until <= now]
-            server = min(able, key=lambda s: s.in_flight, default=None)
+            return [s for s in self._servers if s.up and s.in_flight < self.in_flight and s.full_until <= now]
+
+    def _claim(self) -> _Server | None:
+        """Room on the least loaded server."""
+        with self._changed:
+            server = min(self._able(), key=lambda s: s.in_flight, default=None)
             if server is not None:
                 server.in_flight += 1
             return server
@@ -189,38 +193,30 @@ class Client:
 
     def _send(self, ticket: _Ticket, server: _Server) -> grpc.Future:
         with self._changed:
-            instance = server.instance
-        message = wire.to_request_message(ticket.request, ticket.id, instance)
+            ticket.message.instance = server.instance
         sample = server.channel.unary_unary(
             f"/{wire.SERVICE}/Sample", pb.SampleRequest.SerializeToString, pb.SampleReply.FromString
         )
-        return sample.future(message, timeout=self.deadline_s, metadata=self._metadata)
+        return sample.future(ticket.message, timeout=self.deadline_s, metadata=self._metadata)
 
     def _wake(self, done: deque[grpc.Future], call: grpc.Future) -> None:
         with self._changed:
             done.append(call)
             self._changed.notify_all()
 
-    def _wait(self, done: deque[grpc.Future], waiting: bool) -> list[grpc.Future]:
-        """The calls that have ended; none if there is room for one that waits."""
-        alone_since = time.monotonic()
+    def _wait(self, done: deque[grpc.Future], waiting: bool) -> grpc.Future | None:
+        """A call that has ended; None if there is room for one that waits."""
+        answered = time.monotonic()
         with self._changed:
-            while not done:
+            while not done and not (waiting and self._able()):
                 self._raise()
-                now = time.monotonic()
-                if any(s.up for s in self._servers):
-                    alone_since = now
-                    if waiting and any(
-                        s.up and s.in_flight < self.in_flight and s.full_until <= now for s in self._servers
-                    ):
-                        return []
-                elif now - alone_since > self.patience_s:
-                    said = "; ".join(f"{s.name}: {s.said}" for s in self._servers)
+                if any(server.up for server in self._servers):
+                    answered = time.monotonic()
+                if time.monotonic() - answered > self.patience_s:
+                    said = "; ".join(f"{server.name}: {server.said}" for server in self._servers)
                     raise ConnectionError(f"no server answers for {self.patience_s:g} s: {said}")
                 self._changed.wait(FULL_S)
-            ended = list(done)
-            done.clear()
-            return ended
+            return done.popleft() if done else None
 
     def _failed(self, call: grpc.Future, ticket: _Ticket, server: _Server) -> bool:
         """Whether the call is to be made again. Raises what no other attempt would avoid."""
@@ -235,9 +231,10 @@ class Client:
                 return True
             server.up, server.said = False, f"{error.code().name}: {error.details()}"
             self._changed.notify_all()
-        ticket.attempts += error.code() is not Code.FAILED_PRECONDITION  # it has restarted, nothing was tried
-        if ticket.attempts > self.retries:
-            raise ConnectionError(f"a request failed {ticket.attempts} times, at last on {server.name}: {server.said}")
+            said = server.said
+        ticket.failures += error.code() is not Code.FAILED_PRECONDITION  # it has restarted, nothing was tried
+        if ticket.failures > self.retries:
+            raise ConnectionError(f"a request failed {ticket.failures} times, at last on {server.name}: {said}")
         return True
 
     # --- weights ------------------------------------------------------------------------------------------------
@@ -286,11 +283,13 @@ class Client:
             except grpc.RpcError as error:
                 self._down(server, error)
                 continue
+            except ValueError:  # the channel is closed
+                return
             with self._changed:
-                server.instance, server.failures = instance, 0
-                server.holds = newest and (instance, newest[1])
-                server.up = newest is self._newest
-                self._changed.notify_all()
+                if newest is self._newest:  # or there has been another push meanwhile
+                    server.instance, server.holds = instance, newest and (instance, newest[1])
+                    server.up, server.failures = not self._closed, 0
+                    self._changed.notify_all()
 
     def _behind(self, server: _Server) -> bool:
         return not server.up or (self._newest is not None and server.holds is None)
@@ -336,6 +335,8 @@ class Client:
         """Ends what is in flight. Calls in other threads raise ValueError."""
         with self._changed:
             self._closed = True
+            for server in self._servers:
+                server.up = False
             self._changed.notify_all()
         for server in self._servers:
             server.channel.close()
@@ -361,9 +362,10 @@ def _channel(name: str, credentials: grpc.ChannelCredentials | None) -> grpc.Cha
 def _ticket(request: Request) -> _Ticket:
     """ValueError for what no server could serve, before any is asked."""
     requests.check(request, vocab_size=2**31, max_tokens=2**31 - 1)
-    size = wire.to_request_message(request, "0" * 32, "0" * 32).ByteSize()
+    message = wire.to_request_message(request, id=uuid.uuid4().hex)
+    size = message.ByteSize() + 64  # room for the instance
     types.expect(size <= wire.MAX_MESSAGE, "request", f"{size} bytes", f"at most {wire.MAX_MESSAGE} bytes")
-    return _Ticket(request)
+    return _Ticket(request, message)
 
 
 def _group(reply: pb.SampleReply, request: Request, server: _Server) -> Group:

@@ -1,0 +1,379 @@
+"""The client: every sample exactly once and in order, whatever the servers do, and what it says when it cannot."""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import fake_backend
+import numpy as np
+import pytest
+from fake_backend import FAKE, FakeBackend, assert_same, child_of, listening, process, running, until
+
+from jaxrl_llm.sampler import client as clients
+from jaxrl_llm.sampler import wire
+from jaxrl_llm.sampler.client import Address, Client
+from jaxrl_llm.sampler.requests import Request
+
+
+@contextmanager
+def client_of(*servers: str, **options):
+    client = Client(servers, **options)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def requests_(n: int) -> list[Request]:
+    return [Request((1 + i % 9, i // 9 % 50), group=1 + i % 3, max_tokens=8, draw=i) for i in range(n)]
+
+
+def assert_answered(groups, requests, version: int = 0):
+    assert len(groups) == len(requests)
+    for group, request in zip(groups, requests, strict=True):
+        assert_same(group, fake_backend.answers(request, version))
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+# --- in this process --------------------------------------------------------------------------------------------
+
+
+def test_groups_come_in_order_from_all_servers():
+    requests = requests_(60)
+    with running(FakeBackend(0.01)) as a, running(FakeBackend(0.01)) as b, client_of(a.address, b.address) as client:
+        until(lambda: all(row["answers"] for row in client.stats()))
+        assert_answered(client.ordered(requests), requests)
+        drawn = [r.draw for worker in (a, b) for r in worker.backend.submitted]
+        assert sorted(drawn) == list(range(60))
+        assert min(len(a.backend.submitted), len(b.backend.submitted)) > 10
+        assert client.ordered([]) == []
+        twice = [requests[0], requests[1], requests[0]]
+        assert_answered(client.ordered(twice), twice)
+
+
+def test_requests_are_pulled_only_when_there_is_room():
+    requests = iter(requests_(50))
+    pulled = itertools.count()
+    with running(FakeBackend(0.05)) as a, client_of(a.address, in_flight=4) as client:
+        groups = client.sample(lambda: next(pulled) >= 0 and next(requests, None))
+        for seen, _ in enumerate(itertools.islice(groups, 20), start=1):
+            assert next(pulled) <= 2 * seen - 1 + 4 + 1  # counts its own calls too
+            assert len(a.backend.submitted) <= seen + 4
+        groups.close()
+        assert a.service.counts["answered"] < 30
+
+
+def test_more_is_asked_again_after_each_group():
+    left = [Request((1,), max_tokens=4, draw=0)]
+    draws = []
+    with running(FakeBackend()) as a, client_of(a.address) as client:
+        for request, _ in client.sample(lambda: left.pop() if left else None):
+            draws.append(request.draw)
+            if request.draw < 3:
+                left.append(Request((1,), max_tokens=4, draw=request.draw + 1))
+    assert draws == [0, 1, 2, 3]
+
+
+def test_closing_the_iterator_cancels_what_is_in_flight():
+    with running(FakeBackend(0.3)) as a, client_of(a.address, in_flight=8) as client:
+        requests = iter(requests_(100))
+        groups = client.sample(lambda: next(requests, None))
+        next(groups)
+        a.backend.delay_s = 60
+        for _ in range(7):
+            next(groups)
+        until(lambda: len(a.backend.submitted) == 15)  # room is filled again before each group
+        groups.close()
+        until(lambda: len(a.backend.cancelled) == 7)
+        assert a.service.counts["answered"] == 8
+        assert [server.in_flight for server in client._servers] == [0]
+        a.backend.delay_s = 0
+        assert_answered(client.ordered(requests_(9)), requests_(9))
+
+
+def test_a_server_without_room_is_asked_again():
+    requests = requests_(20)
+    with running(FakeBackend(0.02), max_waiting=2) as a, client_of(a.address, in_flight=6, retries=0) as client:
+        assert_answered(client.ordered(requests), requests)
+        assert 0 < a.service.counts["refused"] < 50  # it is left alone for a while each time
+
+
+WRONG = {
+    "max_tokens=65: expected at most 64": Request((1,), max_tokens=65),  # by the server
+    "temperature": Request((1,), sampling=clients.requests.Sampling(-1.0)),
+    "request='.* bytes': expected at most 5242880 bytes": Request((2**30,) * (wire.MAX_MESSAGE // 5 + 1)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_be_served_is_a_value_error(message):
+    with running(FakeBackend()) as a, client_of(a.address, in_flight=1) as client:
+        with pytest.raises(ValueError, match=message):
+            client.ordered([WRONG[message]])
+        assert a.backend.submitted == []
+        with pytest.raises(ValueError, match=message):
+            client.ordered([*requests_(2), WRONG[message]])
+        assert [server.in_flight for server in client._servers] == [0]
+        assert_answered(client.ordered(requests_(2)), requests_(2))
+
+
+def test_a_wrong_token_is_a_permission_error():
+    with running(FakeBackend(), token="secret") as a:
+        with client_of(a.address, token="wrong") as client:
+            with pytest.raises(PermissionError, match=f"{a.address}: authorization"):
+                client.ordered(requests_(1))
+            with pytest.raises(PermissionError, match="authorization"):
+                client.push(fake_backend.leaves(), 1)
+            assert client.stats() == [{"server": a.address, "answers": False}]
+        with client_of(a.address, token="secret") as client:
+            assert_answered(client.ordered(requests_(3)), requests_(3))
+
+
+def test_patience_ends_with_the_names_of_the_servers():
+    names = [f"localhost:{free_port()}" for _ in range(2)]
+    with client_of(*names, patience_s=0.5) as client:
+        start = time.monotonic()
+        with pytest.raises(ConnectionError, match=f"0.5 s: {names[0]}: UNAVAILABLE.*{names[1]}: UNAVAILABLE"):
+            client.ordered(requests_(1))
+        assert 0.5 <= time.monotonic() - start < 10
+
+
+def test_a_request_that_always_fails_is_given_up():
+    with running(FakeBackend()) as a, client_of(a.address, retries=2) as client:
+        with pytest.raises(ConnectionError, match=f"failed 3 times, at last on {a.address}: UNKNOWN.*broken"):
+            client.ordered([Request((1,), max_tokens=4, stop=("break",))])
+        assert len(a.backend.submitted) == 3
+
+
+def test_a_server_too_slow_for_the_deadline_is_passed_over():
+    requests = requests_(12)
+    with (
+        running(FakeBackend(60)) as slow,
+        running(FakeBackend()) as a,
+        client_of(slow.address, a.address, deadline_s=0.5, retries=50) as client,
+    ):
+        until(lambda: len(client._able()) == 2)
+        assert_answered(client.ordered(requests), requests)
+        assert len(slow.backend.submitted) >= 1
+        until(lambda: len(slow.backend.cancelled) == len(slow.backend.submitted))
+
+
+def test_a_closed_client_says_so():
+    with running(FakeBackend()) as a:
+        client = Client([a.address])
+        client.close()
+        with pytest.raises(ValueError, match="closed"):
+            client.ordered(requests_(1))
+        with pytest.raises(ValueError, match="closed"):
+            client.push(fake_backend.leaves(), 1)
+
+
+def test_closing_ends_a_call_in_another_thread():
+    with running(FakeBackend(60)) as a:
+        client, said = Client([a.address]), []
+
+        def work():
+            with pytest.raises(ValueError, match="closed") as error:
+                client.ordered(requests_(3))
+            said.append(error.value)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        until(lambda: len(a.backend.submitted) == 3)
+        client.close()
+        thread.join(5)
+        assert len(said) == 1
+        until(lambda: len(a.backend.cancelled) == 3)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------
+
+
+def test_a_push_reaches_every_server():
+    sent = fake_backend.leaves()
+    with running(FakeBackend()) as a, running(FakeBackend()) as b, client_of(a.address, b.address) as client:
+        result = client.push(sent, 5)
+        assert result["bytes"] == 2 * sum(leaf.nbytes for leaf in sent.values())
+        assert 0 < result["seconds"] < 5
+        for worker in (a, b):
+            assert all(np.array_equal(worker.backend.loaded[name], leaf) for name, leaf in sent.items())
+        assert [row["version"] for row in client.stats()] == [5, 5]
+        assert_answered(client.ordered(requests_(9)), requests_(9), version=5)
+        client.push(fake_backend.leaves(1), 5)  # the same version again, other weights
+        assert np.array_equal(b.backend.loaded["b"], fake_backend.leaves(1)["b"])
+        with pytest.raises(ValueError, match="version=4: expected at least 5"):
+            client.push(sent, 4)
+
+
+def test_weights_that_a_server_refuses():
+    with running(FakeBackend()) as a, client_of(a.address) as client:
+        with pytest.raises(ValueError, match=re.escape(f"{a.address}: leaves=")):
+            client.push({"other": np.zeros(3)}, 1)
+        a.backend.version = 7
+        with pytest.raises(ValueError, match="version=2: 7 is loaded"):
+            client.push(fake_backend.leaves(), 2)
+        client.push(fake_backend.leaves(), 8)
+        assert_answered(client.ordered(requests_(3)), requests_(3), version=8)
+
+
+def test_a_server_that_restarts_while_nobody_calls_gets_its_weights_before_a_request():
+    port = free_port()
+    with running(FakeBackend(), port=port) as a, client_of(a.address, f"localhost:{free_port()}") as client:
+        assert client.push(fake_backend.leaves(), 0)["bytes"] == wire.size(fake_backend.leaves())  # one is down
+        assert_answered(client.ordered(requests_(3)), requests_(3))
+        a.service.instance, a.backend.loaded = "another life", {}  # as if it had restarted, with the same version
+        assert_answered(client.ordered(requests_(3)), requests_(3))
+        assert a.backend.loaded != {}
+        assert len(a.backend.submitted) == 6
+
+
+def test_a_transfer_that_is_damaged_is_repeated(monkeypatch):
+    damaged = iter([True])
+    real = wire.to_chunks
+
+    def to_chunks(leaves, version):
+        for chunk in real(leaves, version):
+            if chunk.WhichOneof("part") == "data" and next(damaged, False):
+                chunk.data.crc32 ^= 1
+            yield chunk
+
+    monkeypatch.setattr(wire, "to_chunks", to_chunks)
+    with running(FakeBackend()) as a, client_of(a.address) as client:
+        assert client.push(fake_backend.leaves(), 3)["bytes"] == 0
+        assert_answered(client.ordered(requests_(3)), requests_(3), version=3)
+        assert a.service.counts["loaded"] == 1
+
+
+# --- addresses and options --------------------------------------------------------------------------------------
+
+
+def test_addresses():
+    assert Address.parse("worker-1.lan:80") == Address("worker-1.lan", 80)
+    assert Address.parse("[::1]:65535") == Address("::1", 65535)
+    assert str(Address.parse("[::1]:65535")) == "[::1]:65535"
+    assert str(Address.parse("localhost:1")) == "localhost:1"
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:0", "host:65536", "host:-1", "::1:80", "http://a:1"])
+def test_bad_addresses(text):
+    with pytest.raises(ValueError, match="server=.*expected host:port"):
+        Address.parse(text)
+
+
+BAD = [{"deadline_s": 0}, {"in_flight": 0}, {"retries": -1}, {"patience_s": 0}, {"ca": "nowhere"}]
+
+
+@pytest.mark.parametrize("options", BAD, ids=lambda options: next(iter(options)))
+def test_bad_options(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Client(["localhost:1"], **options)
+
+
+@pytest.mark.parametrize("servers", [[], ["localhost:1", "localhost:1"]])
+def test_bad_servers(servers):
+    with pytest.raises(ValueError, match="servers"):
+        Client(servers)
+
+
+# --- TLS --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout {key} -out {cert}"
+    subprocess.run([*command.split(), "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    return cert, key
+
+
+def test_tls(certificate):
+    cert, key = certificate
+    with running(FakeBackend(), token="secret", cert=cert, key=key) as a:
+        with client_of(a.address, token="secret", ca=cert) as client:
+            client.push(fake_backend.leaves(), 2)
+            assert_answered(client.ordered(requests_(5)), requests_(5), version=2)
+        for options in ({"ca": str(key)}, {}):  # no trust, no TLS
+            with (
+                client_of(a.address, token="secret", patience_s=0.5, **options) as client,
+                pytest.raises(ConnectionError, match="UNAVAILABLE"),
+            ):
+                client.ordered(requests_(1))
+
+
+# --- processes that die and hang --------------------------------------------------------------------------------
+
+
+def test_servers_killed_under_load_lose_nothing():
+    ports, requests = [free_port(), free_port()], requests_(300)
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(process(FAKE, "--port", port, "--delay-s", 0.05, "--supervised")) for port in ports
+        ]
+        names = [listening(worker).replace("127.0.0.1", "localhost") for worker in workers]
+        client = stack.enter_context(client_of(*names, in_flight=4))
+        client.push(fake_backend.leaves(), 3)
+        left, groups, kills = iter(requests), {}, {60: workers[0], 120: workers[1]}
+        for request, group in client.sample(lambda: next(left, None)):
+            assert request.draw not in groups
+            groups[request.draw] = group
+            if worker := kills.get(len(groups)):
+                os.kill(child_of(worker.pid), signal.SIGKILL)
+        # version 3: the servers that came back had been given the weights before they got requests
+        assert_answered([groups[i] for i in range(300)], requests, version=3)
+        until(lambda: [row.get("version") for row in client.stats()] == [3, 3])
+
+
+def test_ordered_survives_two_kills_of_the_only_server():
+    port, requests = free_port(), requests_(200)
+    with process(FAKE, "--port", port, "--delay-s", 0.05, "--supervised") as worker:
+        name = listening(worker)
+
+        def kill_twice():
+            for _ in range(2):
+                time.sleep(0.5)
+                os.kill(child_of(worker.pid), signal.SIGKILL)
+                listening(worker)
+
+        with client_of(name, in_flight=4) as client:
+            client.push(fake_backend.leaves(), 1)
+            killer = threading.Thread(target=kill_twice)
+            killer.start()
+            assert_answered(client.ordered(requests), requests, version=1)
+            killer.join()
+
+
+def test_a_server_that_hangs_is_passed_over_and_comes_back():
+    requests = requests_(40)
+    with (
+        process(FAKE, "--port", 0, "--delay-s", 0.02) as hangs,
+        running(FakeBackend(0.02)) as a,
+        client_of(listening(hangs), a.address, deadline_s=1.0, in_flight=4) as client,
+    ):
+        client.push(fake_backend.leaves(), 1)
+        left, draws = iter(requests), []
+        for request, group in client.sample(lambda: next(left, None)):
+            draws.append(request.draw)
+            assert_same(group, fake_backend.answers(request, 1))
+            if len(draws) == 5:
+                hangs.send_signal(signal.SIGSTOP)
+        assert sorted(draws) == list(range(40))
+        assert [row["answers"] for row in client.stats()] == [False, True]
+        assert client.push(fake_backend.leaves(), 2)["bytes"] == wire.size(fake_backend.leaves())
+        hangs.send_signal(signal.SIGCONT)
+        until(lambda: [row.get("version") for row in client.stats()] == [2, 2])
+        assert_answered(client.ordered(requests), requests, version=2)
