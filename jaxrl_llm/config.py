@@ -62,7 +62,8 @@ class Rollout:
     stop: tuple[str, ...] = ()
     slots: int = 0  # answers decoded at once; 0: those of a batch
     tokens_per_call: int = 32
-    dtype: Literal["", "float32", "bfloat16", "int8"] = ""  # the sampler computes in; "": as the learner; int8: weights
+    # What the sampler computes in, "": as the learner; int8 and int4: how it keeps its weights.
+    dtype: Literal["", "float32", "bfloat16", "int8", "int4"] = ""
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""  # of its keys and values; "": as it computes
     zero_gap: bool = False  # old log-probs from the sampler's own kernels: equal to its own bit for bit
     schedule: Literal["sync", "ahead", "async"] = "sync"  # see schedules.py

@@ -1,4 +1,4 @@
-"""Symmetric int8: x ≈ x8·scale, with a scale for each slice."""
+"""Symmetric int8 and int4: x ≈ n·scale with n small whole numbers, and a scale for each slice."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int
 
 
 class Quantized(NamedTuple):
-    """int8 numbers and what they are to be multiplied by. A pytree, so that it travels like an array."""
+    """Whole numbers and what they are to be multiplied by. A pytree, so that it travels like an array."""
 
-    x: Int8[Array, "*n"]
+    x: Int[Array, "*n"]  # int8 or int4
     scale: Float[Array, "*n"]  # 1 along the axes that share it
 
 
-def quantize(x: Float[Array, "*n"], axes: int | tuple[int, ...]) -> Quantized:
-    """x in int8; the numbers along `axes` share a scale, max |x| / 127. The error is at most half of the scale."""
+def quantize(x: Float[Array, "*n"], axes: int | tuple[int, ...], dtype: str = "int8") -> Quantized:
+    """x in int8 or int4; the numbers along `axes` share a scale, max |x| / 127 or max |x| / 7.
+
+    The error is at most half of the scale.
+    """
     x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True), 1e-30) / 127
-    return Quantized(jnp.round(x / scale).astype(jnp.int8), scale)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True), 1e-30) / jnp.iinfo(dtype).max
+    return Quantized(jnp.round(x / scale).astype(dtype), scale)
 
 
 def dequantized(tree: Any, dtype: Any) -> Any:

@@ -38,21 +38,22 @@ def make_engine(learner: Learner, params: Any, version: int = 0) -> Any:
     """A sampler with these parameters, drawing as the config's rollouts do. version: updates behind the parameters."""
     r, config = learner.config.rollout, learner.config
     sampling, model = Sampling(r.temperature, r.top_k, r.top_p), sampler_model(config)
+    quantized = r.dtype if r.dtype in weights.QUANTIZED else ""
     if r.servers:
         servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca)
         drawing = (sampling, r.max_response_tokens, r.stop)
-        return Remote(servers, model, learner.tokenizer, *drawing, int8=r.dtype == "int8").pushed(params, version)
+        return Remote(servers, model, learner.tokenizer, *drawing, quantized=quantized).pushed(params, version)
     return Engine(
         model,
         learner.tokenizer,
-        weights.push(model, params, learner.mesh, version=version, int8=r.dtype == "int8"),
+        weights.push(model, params, learner.mesh, version=version, quantized=quantized),
         sampling,
         r.max_response_tokens,
         r.stop,
         r.slots or r.prompts * r.group_size,
         r.max_prompt_tokens,
         r.tokens_per_call,
-        r.dtype == "int8",
+        quantized,
         r.kv_dtype,
         r.zero_gap,
         learner.mesh,
@@ -62,7 +63,7 @@ def make_engine(learner: Learner, params: Any, version: int = 0) -> Any:
 def sampler_model(config: Config) -> ModelConfig:
     """The model as the sampler computes it."""
     dtype = config.rollout.dtype
-    return config.model if dtype in ("", "int8") else replace(config.model, dtype=dtype)
+    return config.model if dtype in ("", *weights.QUANTIZED) else replace(config.model, dtype=dtype)
 
 
 # --- one step -----------------------------------------------------------------------------------------------------

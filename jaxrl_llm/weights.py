@@ -14,6 +14,8 @@ from jaxrl_llm import sharding
 from jaxrl_llm.models import transformer
 from jaxrl_llm.quantize import Quantized, quantize
 
+QUANTIZED = ("int8", "int4")
+
 
 @dataclass(frozen=True)
 class SamplerWeights:
@@ -28,15 +30,18 @@ class SamplerWeights:
 
 
 def _shared(axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The axes of a matrix along which int8 numbers share a scale: those that are summed over, so that a scale belongs
-    to an output channel; of the embedding, which is looked up and multiplied with, the width."""
+    """The axes of a matrix along which quantized numbers share a scale.
+
+    Those that are summed over, so that a scale belongs to an output channel; of the embedding, which is looked up and
+    multiplied with, the width.
+    """
     if axes[0] == "embed":
         return (0,)
     return (len(axes) - 1,) if axes[0] == "vocab" else tuple(range(len(axes) - 1))
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
-def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None, int8: bool) -> Any:
+def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None, quantized: str) -> Any:
     """Cast to the compute dtype, or quantize, and cut the stacked layers apart.
 
     Decoding runs its layers one after the other, each with a cache of its own: a scan over stacked caches would copy
@@ -57,8 +62,8 @@ def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None, in
     def one(path: Any, names: tuple[str, ...], x: jax.Array) -> Any:
         if path[-1].key == "scale":  # norms are taken in float32, in the learner too
             return pin(x, whole(names))
-        if int8 and not path[-1].key.endswith("bias"):
-            q, shared = quantize(x, _shared(names)), _shared(names)
+        if quantized and not path[-1].key.endswith("bias"):
+            q, shared = quantize(x, _shared(names), quantized), _shared(names)
             scale = tuple(None if i in shared else m for i, m in enumerate(whole(names)))
             return Quantized(pin(q.x, whole(names)), pin(q.scale, scale))
         dtype = head_dtype if path[0].key in ("head", "embed") else config.dtype
@@ -68,10 +73,11 @@ def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None, in
 
 
 def push(
-    config: transformer.ModelConfig, params: Any, mesh: Mesh | None, *, version: int = 0, int8: bool = False
+    config: transformer.ModelConfig, params: Any, mesh: Mesh | None, *, version: int = 0, quantized: str = ""
 ) -> SamplerWeights:
     """The learner's parameters for the sampler. No copy passes through the host.
 
-    int8: matrices are kept in int8 with a float32 scale per output channel, and multiplied in the compute dtype.
+    quantized: int8 or int4: matrices are kept so, with a float32 scale per output channel, and multiplied in the
+    compute dtype.
     """
-    return SamplerWeights(_unstack(config, params, mesh, int8), version)
+    return SamplerWeights(_unstack(config, params, mesh, quantized), version)

@@ -480,7 +480,7 @@ def test_a_reward_that_raises_names_the_prompt_and_loses_no_step(module, experim
 
 
 def test_a_group_filter_that_gives_up_late_loses_no_step(module, experiment, tmp_path, whole):
-    module.fills_up = lambda number: number not in (2, 3)  # the third step's two rounds
+    module.fills_up = lambda number: number not in range(4, 8)  # the third step's four groups
     error = fails("train", experiment, "--out", tmp_path / "out", *FOUR)
     assert "kept 0 of 4 groups in rollout.max_rounds = 2 rounds" in error
     assert checkpoints(tmp_path / "out") == [2]

@@ -1,4 +1,4 @@
-"""Attention over a prompt shared by its group: training layout, prefill and single-token decoding.
+"""Attention in training: a prompt, and the answers of its group beside it. Decoding has its own in sampler/cache.py.
 
 Shapes here: R rows (prompts or slots), N query tokens per row, S prefix tokens, G responses per prompt, T response
 tokens, H query heads, K key-value heads (H = K·h), C head width. Softmax is taken in fp32.
@@ -8,7 +8,7 @@ An `attend(q, k, v, cache) -> (out, cache)` is what a decoder block calls; the f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
 MASKED = -1e30  # finite, so that a row with nothing to see gives a mean of its values rather than NaN
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer: the group's prompt once, each response's own tokens beside it."""
-
-    prefix_k: Array  # [R,K,S,C]
-    prefix_v: Array  # [R,K,S,C]
-    suffix_k: Array  # [R,G,K,T,C]
-    suffix_v: Array  # [R,G,K,T,C]
 
 
 def _over_both(
@@ -83,30 +74,5 @@ def grouped(prefix_lengths: Int[Array, " R"], prefix_size: int, group_size: int)
         in_past = jnp.tril(jnp.ones((length, length), bool))[None, None, None, :, None]
         out = _over_both(answers(q), prefix, own, in_prefix, in_past).reshape(rows, -1, heads, width)
         return jnp.concatenate([causal(q[:, :size], k[:, :size], v[:, :size]), out], axis=1), None
-
-    return attend
-
-
-def prefill(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, tuple[Array, Array]]:
-    """Causal attention that hands its keys and values over, laid out [R,K,S,C] for decoding."""
-    return causal(q, k, v), (k.swapaxes(1, 2), v.swapaxes(1, 2))
-
-
-def decode(prefix_lengths: Int[Array, " R"], column: Int[Array, ""], visible: Bool[Array, "R G T"]) -> Attend:
-    """One new token for each of a slot's G responses, written to `column` of the suffix cache.
-
-    `visible` marks the columns that hold a response's own tokens, the new one included.
-    """
-
-    def attend(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
-        rows, group, heads, width = q.shape
-        kv_heads = k.shape[2]
-        write = lambda c, x: jax.lax.dynamic_update_slice_in_dim(c, x[:, :, :, None].astype(c.dtype), column, axis=3)
-        cache = cache._replace(suffix_k=write(cache.suffix_k, k), suffix_v=write(cache.suffix_v, v))
-        q = q.reshape(rows, group, 1, kv_heads, heads // kv_heads, width)
-        prefix, own = (cache.prefix_k, cache.prefix_v), (cache.suffix_k, cache.suffix_v)
-        in_prefix = (jnp.arange(prefix[0].shape[2])[None] < prefix_lengths[:, None])[:, None, None, None, None]
-        out = _over_both(q, prefix, own, in_prefix, visible[:, :, None, None, None])
-        return out.reshape(rows, group, heads, width), cache
 
     return attend

@@ -41,7 +41,7 @@ class Engine:
     slots: int = 64  # answers decoded at once
     max_prompt_tokens: int = 0  # 0: any
     tokens_per_call: int = 32  # decoding steps between two looks from the host
-    int8: bool = False  # of the weights that are pushed
+    quantized: str = ""  # int8 or int4: how pushed weights are kept
     kv_dtype: str = ""  # float32, bfloat16 or int8; that of the activations if left out
     exact: bool = False  # one shape, and no row filled before all are done: `rescored` log-probs are equal bit for bit
     mesh: Mesh | None = None
@@ -57,7 +57,7 @@ class Engine:
 
     def pushed(self, params: Any) -> Engine:
         """The same engine with the learner's parameters, one version on."""
-        held = weights.push(self.model, params, self.mesh, version=self.version + 1, int8=self.int8)
+        held = weights.push(self.model, params, self.mesh, version=self.version + 1, quantized=self.quantized)
         jax.block_until_ready(held.params)
         return replace(self, weights=held)
 

@@ -26,7 +26,7 @@ class Remote:
     sampling: Sampling
     max_tokens: int
     stop: tuple[str, ...] = ()
-    int8: bool = False  # of the weights that are pushed
+    quantized: str = ""  # int8 or int4: how pushed weights are kept
     version: int = 0  # of the weights pushed last
     bytes: int = 0  # of them, to each server
 
@@ -37,7 +37,7 @@ class Remote:
     def pushed(self, params: Any, version: int | None = None) -> Remote:
         """The same servers with the learner's parameters, one version on."""
         version = self.version + 1 if version is None else version
-        held = weights.push(self.model, params, None, version=version, int8=self.int8)
+        held = weights.push(self.model, params, None, version=version, quantized=self.quantized)
         self.client.push(named(held.params), version)
         return replace(self, version=version, bytes=held.bytes)
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models import attention
-from jaxrl_llm.models.attention import LayerCache
 
 R, S, G, T, H, K, C = 3, 6, 2, 4, 4, 2, 5
 PREFIX = np.array([3, 0, 6])  # tokens before the prompt's last; 0: a prompt of one token
@@ -122,43 +121,3 @@ def test_grouped_without_any_prefix():
         for g in range(G):
             own = slice(g * T, (g + 1) * T)
             close(got[r, own], plain(q[r, own], k[r, own], v[r, own]))
-
-
-def test_prefill_hands_over_keys_and_values():
-    q, k, v = heads(S)
-    out, (cache_k, cache_v) = attention.prefill(q, k, v, None)
-    np.testing.assert_array_equal(out, attention.causal(q, k, v))
-    np.testing.assert_array_equal(cache_k, k.transpose(0, 2, 1, 3))
-    np.testing.assert_array_equal(cache_v, v.transpose(0, 2, 1, 3))
-
-
-def test_decode_token_by_token_is_plain_attention():
-    """Slots filled at different steps; the columns are garbage at first and go round twice."""
-    columns, starts = 6, np.array([5, 0, 2])
-    prefix = heads(S, seed=3)
-    own = [random(R, G, 5, h, C, seed=6 + i) for i, h in enumerate((H, K, K))]  # 5 tokens an answer
-    cache = LayerCache(
-        *(in_padding(x, 1e4).transpose(0, 2, 1, 3) for x in prefix[1:]),
-        *(np.full((R, G, K, columns, C), 1e4, np.float32) for _ in range(2)),
-    )
-    step_once = jax.jit(
-        lambda column, visible, q, k, v, cache: attention.decode(PREFIX, column, visible)(q, k, v, cache)
-    )
-    for step in range(10):
-        visible = np.zeros((R, G, columns), bool)
-        q, k, v = (random(R, G, h, C, seed=50 + step) * 1e3 for h in (H, K, K))  # of slots that are not in use
-        for r, start in enumerate(starts):
-            i = step - start
-            visible[r, :, step % columns] = True
-            if 0 <= i < 5:
-                q[r], k[r], v[r] = (x[r, :, i] for x in own)
-                for past in range(start, step):
-                    visible[r, :, past % columns] = True
-        out, cache = step_once(step % columns, visible, q, k, v, cache)
-        for r, start in enumerate(starts):
-            n, i = PREFIX[r], step - start
-            if not 0 <= i < 5:
-                continue
-            for g in range(G):
-                sequence = [np.concatenate([a[r, :n], b[r, g, : i + 1]]) for a, b in zip(prefix, own, strict=True)]
-                close(out[r, g], plain(*sequence)[-1])

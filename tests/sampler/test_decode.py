@@ -44,7 +44,7 @@ PARAMS = random_params(MODEL, 0)
 
 
 def make(model, max_tokens=MAX_TOKENS, **fields):
-    held = weights.push(model, PARAMS, None, int8=fields.get("int8", False))
+    held = weights.push(model, PARAMS, None, quantized=fields.get("quantized", ""))
     return decode.Engine(model, TOKENIZER, held, Sampling(TEMPERATURE), max_tokens, **fields)
 
 

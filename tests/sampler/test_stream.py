@@ -1,0 +1,207 @@
+"""Streams of requests through the slots: refilling, shapes that follow the work, continued answers, mixed requests."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from test_decode import MANY, MODEL, PARAMS, PROMPTS, TOKENIZER, answers, assert_same, generate, make, requests
+
+from jaxrl_llm import weights
+from jaxrl_llm.rollouts import request_of
+from jaxrl_llm.sampler import decode
+from jaxrl_llm.sampler.requests import Request
+from jaxrl_llm.sampler.sampling import Sampling
+from jaxrl_llm.types import CANCELLED, EOS, LENGTH
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make(MODEL, slots=12)
+
+
+@pytest.fixture(scope="module")
+def base(engine):
+    """Answers to all prompts, three a prompt."""
+    return generate(engine, MANY, group=3)
+
+
+def watched(monkeypatch):
+    """Rows, prefixes and columns of every call of the decoding loop, and the answers that were live in it."""
+    calls, inner = [], decode._decode
+
+    def recording(*args):
+        state, forced = args[4], args[7]
+        rows = len(forced), len(state.prefix_lengths), state.caches[0].own_v.shape[2], int(state.live.sum())
+        calls.append(rows)
+        return inner(*args)
+
+    monkeypatch.setattr(decode, "_decode", recording)
+    return calls
+
+
+def test_a_row_that_is_done_is_filled_at_once(engine, base, monkeypatch):
+    calls = watched(monkeypatch)
+    got = generate(replace(engine, tokens_per_call=4), MANY, group=3)
+    assert_same(answers(got), answers(base))
+    drawn = sum(len(a.tokens) for group in got for a in group)
+    waiting = calls[: -(MODEL.layers + 38 // 4)]  # all but the last answers' time
+    assert all(live == 12 for *_, live in waiting)
+    assert drawn > 0.75 * sum(rows * 4 for rows, *_ in calls)
+
+
+def test_shapes_follow_the_work(engine, monkeypatch):
+    calls = watched(monkeypatch)
+    generate(replace(engine, slots=16, tokens_per_call=4), MANY[:5], group=3)
+    rows = [c[0] for c in calls]
+    assert rows[0] == 16
+    assert sorted(rows, reverse=True) == rows  # nothing waits: rows are given back
+    assert rows[-1] < 16
+    assert all(live <= n for n, _, _, live in calls)
+    columns = [c[2] for c in calls]
+    assert (columns[0], max(columns)) == (32, 40)
+
+
+def test_the_source_may_have_nothing_for_now(engine, base):
+    """As with dynamic sampling: what is asked next depends on what was answered."""
+    asked = requests(engine, MANY, group=3)
+    left, got, allowed = list(range(len(asked))), {}, 2
+
+    def more():
+        return asked[left.pop(0)] if left and len(asked) - len(left) - len(got) < allowed else None
+
+    for request, group in engine.sample(more):
+        got[request.draw] = group
+        allowed = 1 + len(got) % 4
+    assert_same(answers([got[i] for i in range(len(asked))]), answers(base))
+
+
+def test_closing_the_stream_is_all_it_takes_to_stop(engine):
+    asked = iter(requests(engine, MANY))
+    stream = engine.sample(lambda: next(asked, None))
+    next(stream)
+    stream.close()
+    assert len(list(asked)) > 0
+
+
+def test_requests_of_many_kinds_share_the_rows(engine, base):
+    """Temperatures, filters, limits, stops and groups differ from row to row; each is as if it were alone."""
+    kinds = [
+        {},
+        {"sampling": Sampling(0.0)},
+        {"sampling": Sampling(1.5, top_k=3)},
+        {"sampling": Sampling(1.0, top_p=0.5), "group": 2},
+        {"max_tokens": 3},
+        {"stop": ("a", "kl"), "group": 5},
+    ]
+    asked = [replace(r, **kinds[i % 6]) for i, r in enumerate(requests(engine, MANY, group=3))]
+    got = decode.generate(replace(engine, tokens_per_call=5), asked)
+    for i in (0, 6, 12):
+        assert_same(answers([got[i]]), answers([base[i]]))
+        alone = [decode.generate(engine, [r])[0] for r in asked[i : i + 6]]
+        assert_same(answers(alone), answers(got[i : i + 6]))
+    assert all(len(a.tokens) <= 3 for i in (4, 10, 16) for a in got[i])
+    for i in (1, 7, 13):
+        assert len({tuple(a.tokens.tolist()) for a in got[i]}) == 1  # greedy
+        assert not np.concatenate([a.logp for a in got[i]]).any()
+    assert [len(g) for g in got[:6]] == [3, 3, 3, 2, 3, 5]
+
+
+@pytest.mark.parametrize("kv_dtype", ["", "int8"])
+def test_answers_that_a_budget_cuts_go_on_as_if_nothing_had_been(engine, base, kv_dtype):
+    engine = replace(engine, kv_dtype=kv_dtype)
+    whole = base if not kv_dtype else generate(engine, MANY, group=3)
+    asked = requests(engine, MANY, group=3)
+    parts = [replace(r, budget=11) for r in asked]
+    for turn in range(1, 5):
+        got = decode.generate(replace(engine, slots=7), parts)
+        for old, group in zip(whole, got, strict=True):
+            for a, b in zip(old, group, strict=True):
+                n = min(11 * turn, len(a.tokens))
+                assert b.tokens.tolist() == a.tokens[:n].tolist() or kv_dtype
+                assert b.finish == (a.finish if n == len(a.tokens) else CANCELLED) or kv_dtype
+                np.testing.assert_allclose(b.logp[:5], a.logp[:5], atol=1e-5 if not kv_dtype else 0.5)
+        parts = [replace(r, begun=group) for r, group in zip(parts, got, strict=True)]
+    assert {a.finish for g in got for a in g} == {EOS, LENGTH}
+    assert_same(answers(decode.generate(engine, parts)), answers(got))  # nothing is left to draw
+
+
+def test_a_continued_group_is_prefilled_once(engine, monkeypatch):
+    calls, prefill = [], decode._prefill
+    monkeypatch.setattr(decode, "_prefill", lambda *args: calls.append(args[4].shape) or prefill(*args))
+    asked = [replace(r, budget=11) for r in requests(engine, [PROMPTS[2]], group=8)]
+    first = decode.generate(engine, asked)
+    assert calls == [(1, 1, 0)]
+    decode.generate(replace(engine, slots=2), [replace(asked[0], begun=first[0])])
+    assert calls[1:] == [(1, 8, 16)]
+
+
+def test_weights_change_between_calls_and_no_answer_is_lost(engine):
+    other = weights.push(MODEL, jax.tree.map(lambda x: x * 0.5, PARAMS), None, version=1)
+    calls = []
+
+    def latest():
+        calls.append(1)
+        return other if len(calls) > 4 else engine.weights
+
+    asked = iter(requests(engine, MANY, group=3))
+    got = list(replace(engine, tokens_per_call=4).sample(lambda: next(asked, None), latest))
+    assert len(got) == len(MANY)
+    versions = [a.versions for _, group in got for a in group]
+    assert all((np.diff(v) >= 0).all() for v in versions)
+    assert any(set(v) == {0, 1} for v in versions)
+    assert {0, 1} == {int(x) for v in versions for x in v}
+
+
+def test_int8_weights_and_keys_make_a_gap(engine, base):
+    asked = requests(engine, MANY, group=3)
+    for other in (make(MODEL, slots=12, quantized="int8"), replace(engine, kv_dtype="int8")):
+        scored = decode.rescored(other, asked, base)
+        gap = max(
+            np.abs(np.exp(a) - np.exp(b.logp)).max() for a, b in zip(scored, (a for g in base for a in g), strict=True)
+        )
+        assert 1e-4 < gap < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_zero_gap(dtype):
+    """Log-probs of given tokens from the sampler's own programs are the recorded ones to the last bit, in any order."""
+    exact = make(replace(MODEL, dtype=dtype), slots=8, max_prompt_tokens=24, exact=True)
+    asked = requests(exact, MANY, group=3)
+    drawn = decode.generate(exact, asked)
+    for order in (slice(None), slice(None, None, -1)):
+        again = decode.rescored(exact, asked[order], drawn[order])
+        flat = [a for group in drawn[order] for a in group]
+        for a, logp in zip(flat, again, strict=True):
+            np.testing.assert_array_equal(a.logp, logp)
+    loose = replace(exact, exact=False)
+    again = decode.rescored(loose, asked, drawn)
+    flat = [a for group in drawn for a in group]
+    if dtype == "float32":  # why it takes a mode
+        assert not all(np.array_equal(a.logp, logp) for a, logp in zip(flat, again, strict=True))
+        assert_same(answers(decode.generate(loose, asked)), answers(drawn))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": ()}, "prompt='0 tokens': expected 1"),
+        ({"prompt": (3, 16)}, r"prompt=\[3, 16\]: expected token ids in \[0, 16\)"),
+        ({"group": 0}, "group=0: expected at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"sampling": Sampling(-1.0)}, "temperature=-1.0"),
+        ({"sampling": Sampling(top_p=0.0)}, "top_p=0.0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"stop": ("",)}, "stop="),
+        ({"budget": -2}, "budget=-2"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name(engine, change, message):
+    with pytest.raises(ValueError, match=message):
+        decode.generate(engine, [replace(Request((3, 4)), **change)])
+
+
+def test_a_request_takes_what_it_leaves_out_from_the_engine(engine):
+    made = request_of(replace(engine, stop=("x",)), [2, 3], 4, seed=1, draw=2)
+    assert made == Request((2, 3), 4, 40, engine.sampling, ("x",), 1, 2)
+    assert TOKENIZER.eos_ids == (1,)
