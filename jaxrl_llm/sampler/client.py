@@ -115,6 +115,7 @@ class Client:
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         credentials = None if ca is None else grpc.ssl_channel_credentials(Path(ca).read_bytes())
         self._servers = [_Server(name, _channel(name, credentials)) for name in names]
+        self._run = uuid.uuid4().hex
         self._changed = threading.Condition()  # guards what follows, and the servers
         self._newest: tuple[Mapping[str, np.ndarray], int] | None = None
         self._closed = False
@@ -316,7 +317,7 @@ class Client:
         call = server.channel.stream_unary(
             f"/{wire.SERVICE}/LoadWeights", pb.Chunk.SerializeToString, pb.LoadReply.FromString
         )
-        call(wire.to_chunks(leaves, version), timeout=self.deadline_s, metadata=self._metadata)
+        call(wire.to_chunks(leaves, version, self._run), timeout=self.deadline_s, metadata=self._metadata)
 
     # --- the rest -----------------------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ class Service:
         types.expect(max_waiting >= 1, "max_waiting", max_waiting, "at least 1")
         self.backend, self.max_waiting = backend, max_waiting
         self.instance, self.ready = uuid.uuid4().hex, True
+        self.run = ""  # whose weights are loaded
         self.counts: Counter[str] = Counter(answered=0, repeated=0, refused=0, cancelled=0, loaded=0)
         self._running: dict[bytes, _Work] = {}  # by the request's bytes, its id among them
         self._answered: OrderedDict[bytes, pb.SampleReply] = OrderedDict()
@@ -165,14 +166,14 @@ class Service:
     async def load_weights(self, chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.LoadReply:
         """All weights, swapped when the last byte is verified; after any error the old ones stay.
 
-        INVALID_ARGUMENT: not this model's leaves, or no message. FAILED_PRECONDITION: a lower version than the one that
-        is loaded. DATA_LOSS: damaged, out of order or incomplete.
+        INVALID_ARGUMENT: not this model's leaves, or no message. FAILED_PRECONDITION: a lower version than the one of
+        the same run that is loaded. DATA_LOSS: damaged, out of order or incomplete.
         """
         try:
             async with self._assembling:  # host memory for one copy, whoever pushes
                 assembly = await self._assemble(chunks, context)
                 leaves = assembly.finish()
-            seconds = await asyncio.to_thread(self._swap, leaves, assembly.version)
+            seconds = await asyncio.to_thread(self._swap, leaves, assembly.version, assembly.run)
         except OSError as error:
             await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         except ValueError as error:
@@ -190,18 +191,21 @@ class Service:
             if chunk.WhichOneof("part") != "header":
                 raise OSError(f"a {chunk.WhichOneof('part')} before the header")
             version, loaded = chunk.header.version, self.backend.version
-            if version < loaded:
+            if version < loaded and chunk.header.run == self.run:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"version={version}: {loaded} is loaded")
             assembly = wire.Assembly(chunk.header, self.backend.manifest)
         if assembly is None:
             raise OSError("no header")
         return assembly
 
-    def _swap(self, leaves: dict[str, np.ndarray], version: int) -> float:
+    def _swap(self, leaves: dict[str, np.ndarray], version: int, run: str) -> float:
         with self._swapping:  # a thread's lock: a call that is cancelled leaves its thread at work
             loaded = self.backend.version  # by another push, meanwhile
-            types.expect(version >= loaded, "version", version, f"at least {loaded}, which is loaded")
-            return self.backend.load(leaves, version)
+            older = run == self.run and version < loaded
+            types.expect(not older, "version", version, f"at least {loaded}, which is loaded")
+            seconds = self.backend.load(leaves, version)
+            self.run = run
+            return seconds
 
     async def stats(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.StatsReply:
         try:

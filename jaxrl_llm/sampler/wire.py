@@ -110,10 +110,10 @@ def size(leaves: Mapping[str, np.ndarray]) -> int:
     return sum(leaf.nbytes for leaf in leaves.values())
 
 
-def to_chunks(leaves: Mapping[str, np.ndarray], version: int) -> Iterator[pb.Chunk]:
-    """The header, the data in chunks of at most CHUNK bytes, the digest."""
+def to_chunks(leaves: Mapping[str, np.ndarray], version: int, run: str = "") -> Iterator[pb.Chunk]:
+    """The header, the data in chunks of at most CHUNK bytes, the digest. run: see Header."""
     described = [pb.Leaf(name=n, dtype=x.dtype.name, shape=x.shape, bytes=x.nbytes) for n, x in leaves.items()]
-    header = pb.Header(version=version, leaves=described, bytes=size(leaves))
+    header = pb.Header(version=version, leaves=described, bytes=size(leaves), run=run)
     yield pb.Chunk(header=header)
     digest, sequence = _digest(header), 0
     for leaf in leaves.values():
@@ -152,7 +152,7 @@ class Assembly:
 
     def __init__(self, header: pb.Header, manifest: Manifest):
         _check_header(header, manifest)  # before memory is taken for what it announces
-        self.version = header.version
+        self.version, self.run = header.version, header.run
         self._leaves = {leaf.name: np.empty(tuple(leaf.shape), manifest[leaf.name][1]) for leaf in header.leaves}
         self._room = [flat for x in self._leaves.values() if (flat := x.reshape(-1).view(np.uint8)).size][::-1]
         self._hash, self._sequence, self._digest = _digest(header), 0, b""
