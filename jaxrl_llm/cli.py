@@ -1,4 +1,7 @@
-"""The command line: train, sft, eval, sample, show, algorithms. Bad input is one line on stderr and exit code 2."""
+"""The command line: train, sft, eval, sample, serve, … Bad input is one line on stderr and exit code 2."""
+
+Bad input is one line on stderr and exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -110,6 +113,68 @@ def sample(run: File, problem: tyro.conf.Positional[str], n: int = 1, seed: int 
         print(text if finish == "eos" else f"{text}  [{finish}]")
 
 
+def serve(
+    source: File,
+    set_: Set = (),
+    host: str = "127.0.0.1",
+    port: int = 9000,
+    cert: Path | None = None,
+    key: Path | None = None,
+    metrics_port: int | None = None,
+    unwatched: bool = False,
+) -> None:
+    """A sampler for learners elsewhere (`--set 'rollout.servers=["host:port"]'`), and for JetStream's own clients.
+
+    The token that callers must bring is $JAXRL_TOKEN; without one it listens on loopback alone.
+
+    Args:
+        source: an experiment file, whose learner will send weights, or a run's folder, for its newest checkpoint.
+        set_: override a field of CONFIG; may be given again.
+        host: address to listen on.
+        port: port to listen on.
+        cert: PEM file of its certificate, for TLS.
+        key: PEM file of the certificate's key.
+        metrics_port: of /metrics (Prometheus), /healthz and /readyz; none if left out.
+        unwatched: serve in this process, which is not started again when it dies.
+    """
+    from jaxrl_llm import serving
+
+    listen = {"host": host, "port": port, "metrics_port": metrics_port}
+    listen |= {"cert": cert and str(cert), "key": key and str(key)}
+    if unwatched:
+        serving.work(source, set_, **listen)
+    else:
+        sys.exit(serving.watch(source, set_, **listen))
+
+
+def gap(run: File, problems: int = 64, samples: int = 4, worst: int = 10, out: Path | None = None) -> None:
+    """How far samplers of several precisions and meshes are from the learner, at a run's newest checkpoint.
+
+    Args:
+        run: the run's folder.
+        problems: held-out problems to answer.
+        samples: answers per problem.
+        worst: tokens to show, those with the largest difference of probability.
+        out: where gap.json and gap.png go; the run's folder if left out.
+    """
+    from jaxrl_llm import gap as gaps
+    from jaxrl_llm import gap_report, metrics
+
+    learner, params, step = gaps.load(run, problems, samples, worst)
+    out = out or run
+    out.mkdir(parents=True, exist_ok=True)
+    variants, found = gaps.samplers(learner), []
+    with metrics.Progress(len(variants), "sampling") as progress:
+        for variant in variants:
+            found.append(gaps.measure(learner, params, variant, worst=worst))
+            progress.advance()
+    said = f"step {step}, {min(problems, len(learner.task.test))} problems × {samples} samples"
+    print(f"{run} at {said}")
+    gap_report.tables(found, worst)
+    gap_report.picture(found, out / "gap.png", f"{run.resolve().name}: sampler-learner gap", said)
+    print(f"numbers: {gaps.write(found, out, learner, step)}   picture: {out / 'gap.png'}")
+
+
 def show(experiment: File, set_: Set = (), algorithm: str | None = None) -> None:
     """Print an experiment's whole config as JSON.
 
@@ -145,7 +210,16 @@ def _devices(config: configs.Config) -> None:
 
 def main() -> None:
     """Entry point of `jaxrl`."""
-    commands = {"train": train, "sft": sft, "eval": evaluate, "sample": sample, "show": show, "algorithms": algorithms}
+    commands = {
+        "train": train,
+        "sft": sft,
+        "eval": evaluate,
+        "sample": sample,
+        "gap": gap,
+        "serve": serve,
+        "show": show,
+        "algorithms": algorithms,
+    }
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="jaxrl", description=__doc__)
     except (ValueError, RuntimeError, OSError) as error:

@@ -38,26 +38,31 @@ def make_engine(learner: Learner, params: Any, version: int = 0) -> Any:
     """A sampler with these parameters, drawing as the config's rollouts do. version: updates behind the parameters."""
     r, config = learner.config.rollout, learner.config
     sampling, model = Sampling(r.temperature, r.top_k, r.top_p), sampler_model(config)
-    quantized = r.dtype if r.dtype in weights.QUANTIZED else ""
+    kept = quantized(config)
     if r.servers:
         servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca)
         drawing = (sampling, r.max_response_tokens, r.stop)
-        return Remote(servers, model, learner.tokenizer, *drawing, quantized=quantized).pushed(params, version)
+        return Remote(servers, model, learner.tokenizer, *drawing, quantized=kept).pushed(params, version)
     return Engine(
         model,
         learner.tokenizer,
-        weights.push(model, params, learner.mesh, version=version, quantized=quantized),
+        weights.push(model, params, learner.mesh, version=version, quantized=kept),
         sampling,
         r.max_response_tokens,
         r.stop,
         r.slots or r.prompts * r.group_size,
         r.max_prompt_tokens,
         r.tokens_per_call,
-        quantized,
+        kept,
         r.kv_dtype,
         r.zero_gap,
         learner.mesh,
     )
+
+
+def quantized(config: Config) -> str:
+    """How the sampler keeps its weights: int8, int4 or, if empty, in the dtype that it computes in."""
+    return config.rollout.dtype if config.rollout.dtype in weights.QUANTIZED else ""
 
 
 def sampler_model(config: Config) -> ModelConfig:
@@ -313,18 +318,26 @@ def evaluate(learner: Learner, engine: Any) -> dict[str, float]:
     return row | {"perf/eval_s": watch.seconds()["eval"]}
 
 
-def load_policy(run: Path) -> tuple[Learner, Any, int]:
-    """A run's learner, a sampler with its newest checkpoint, and that checkpoint's step."""
+def load_state(run: Path) -> tuple[Learner, TrainState, int]:
+    """A run's learner, which samples in this process, and its newest checkpoint with its step."""
     kept = run / "config.json"
     if not kept.is_file():
         raise ValueError(f"run {run}: config.json is missing; expected the folder of a run")
-    learner = build(configs.load(kept))
+    config = configs.load(kept)
+    learner = build(replace(config, rollout=replace(config.rollout, servers=())))
     with jax.set_mesh(learner.mesh):
         checkpoints = Checkpoints(run / "checkpoints", read_only=True)
         found = checkpoints.restore(fresh_state(learner), lambda text: print(text, file=sys.stderr))
-        if found is None:
-            raise ValueError(f"run {run}: no checkpoint; expected one under {run / 'checkpoints'}")
-        return learner, make_engine(learner, found.state.params), found.step
+    if found is None:
+        raise ValueError(f"run {run}: no checkpoint; expected one under {run / 'checkpoints'}")
+    return learner, found.state, found.step
+
+
+def load_policy(run: Path) -> tuple[Learner, Any, int]:
+    """A run's learner, a sampler with its newest checkpoint, and that checkpoint's step."""
+    learner, state, step = load_state(run)
+    with jax.set_mesh(learner.mesh):
+        return learner, make_engine(learner, state.params), step
 
 
 def resume_command(source: Path | None, out: Path, assignments: tuple[str, ...], algorithm: str | None = None) -> str:
