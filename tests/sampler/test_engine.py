@@ -153,7 +153,7 @@ def test_a_stop_string_ends_the_work(endless):
     before = endless.stats()
     groups = ask(endless, [Request(A, 4, 400, WARM, stop=("bab",))] * 3)
     assert {(TOKENIZER.decode(a.tokens), a.finish) for g in groups for a in g} == {("bab", STOP)}
-    assert endless.stats()["steps"] - before["steps"] <= 12
+    assert endless.stats()["steps"] - before["steps"] < 50  # 400 tokens take 100
     assert endless.stats()["tokens"] - before["tokens"] == 36
 
 
@@ -216,33 +216,36 @@ def test_versions_are_32_bits(backend):
 
 
 def test_cancelling_frees_the_slots(endless):
-    """The Driver is held up at its first results, while two groups are cancelled: one in its slots, one that waits."""
+    """The Driver is held up as soon as a group has all slots; it is cancelled, and so is one that waits."""
     gate, reached = threading.Event(), threading.Event()
 
     def listen(ids):
-        reached.set()
-        assert gate.wait(TIMEOUT_S)
+        if endless.stats()["slots_free"] == 0:
+            reached.set()
+            gate.wait(TIMEOUT_S)
 
     before = endless.stats()
-    drawn = endless.submit(Request(A, 4, 400, WARM), listen)
-    assert reached.wait(TIMEOUT_S)
-    waits, other = (endless.submit(Request(A, n, 6, WARM)) for n in (50, 2))
-    assert endless.stats()["slots_free"] == 0
-    endless.cancel(waits)
-    until(lambda: endless.stats()["queued"] == 0)
-    endless.cancel(drawn)
-    cut = drawn.result(0)
-    assert {(len(a.tokens) % 4, a.finish) for a in cut} == {(0, CANCELLED)}
-    assert max(len(a.tokens) for a in cut) >= 4
-    assert [(a.tokens.size, a.finish) for a in waits.result(0)] == [(0, CANCELLED)] * 50
-    assert not other.done()
-    gate.set()
+    try:
+        drawn = endless.submit(Request(A, 4, 400, WARM), listen)
+        assert reached.wait(TIMEOUT_S)
+        waits, other = (endless.submit(Request(A, n, 6, WARM)) for n in (50, 2))
+        endless.cancel(waits)
+        assert [(a.tokens.size, a.finish) for a in waits.result(0)] == [(0, CANCELLED)] * 50
+        assert endless.stats()["queued"] <= 2
+        endless.cancel(drawn)
+        cut = drawn.result(0)
+        assert {(len(a.tokens) % 4, a.finish) for a in cut} == {(0, CANCELLED)}
+        assert max(len(a.tokens) for a in cut) >= 4
+        assert not other.done()
+    finally:
+        gate.set()
     assert [len(a.tokens) for a in other.result(TIMEOUT_S)] == [6, 6]
-    assert endless.stats()["steps"] - before["steps"] < 15
+    assert endless.stats()["steps"] - before["steps"] < 50  # `drawn` wanted 100
     until(lambda: endless.stats()["slots_free"] == 4)
     endless.cancel(drawn)  # done: nothing to be cancelled
-    [whole] = ask(endless, [Request(A, 4, 12, WARM, begun=cut)])
-    assert [TOKENIZER.decode(a.tokens) for a in whole] == ["ba" * 6] * 4
+    limit = max(len(a.tokens) for a in cut) + 6
+    [whole] = ask(endless, [Request(A, 4, limit, WARM, begun=cut)])
+    assert [TOKENIZER.decode(a.tokens) for a in whole] == ["ba" * (limit // 2)] * 4
 
 
 def test_closing_answers_everybody():
