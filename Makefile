@@ -2,10 +2,18 @@
 PYTHON ?= python3.11
 PIP = .venv/bin/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: demo test test-all lint clean
+PORT ?= 9000
+
+.PHONY: demo demo-remote test test-all lint clean
 
 demo: .venv/demo
 	.venv/bin/jaxrl train experiments/laptop_dapo.py --out runs/demo-$(shell date +%Y%m%d-%H%M%S)
+
+# The same, with the sampler in a process of its own: JetStream's server.
+demo-remote: .venv/serve
+	.venv/bin/jaxrl serve experiments/laptop_dapo.py --port $(PORT) & server=$$!; trap "kill $$server; wait $$server" EXIT; \
+	.venv/bin/jaxrl train experiments/laptop_dapo.py --set 'rollout.servers=["127.0.0.1:$(PORT)"]' \
+		--out runs/demo-remote-$(shell date +%Y%m%d-%H%M%S)
 
 test: .venv/dev
 	.venv/bin/pytest
@@ -22,7 +30,13 @@ lint: .venv/dev
 	$(PIP) -e .
 	touch $@
 
-.venv/dev: .venv/demo
+# google-jetstream without the dependencies that it names and this project does not use: 2.4 GB of TensorFlow.
+.venv/serve: .venv/demo
+	$(PIP) shortuuid tiktoken
+	$(PIP) --no-deps google-jetstream
+	touch $@
+
+.venv/dev: .venv/serve
 	$(PIP) -e '.[dev]'
 	touch $@
 

@@ -16,6 +16,7 @@ setup(
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
         "numpy",
+        "prometheus_client",
         "grpcio>=1.80",
         "protobuf>=7.35.1",
         "transformers>=5.0",
