@@ -1,8 +1,5 @@
 """The command line: train, sft, eval, sample, serve, … Bad input is one line on stderr and exit code 2."""
 
-Bad input is one line on stderr and exit code 2.
-"""
-
 from __future__ import annotations
 
 import json

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -65,7 +65,8 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 # --- drawing ----------------------------------------------------------------------------------------------------
 
 
-def _panel(ax: Axes, title: str, unit: str) -> None:
+def panel(ax: Axes, title: str, unit: str) -> None:
+    """An empty panel, its title on the left, that will have whole numbers on its x axis."""
     ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
     ax.set_ylabel(unit, fontsize=9, color=MUTED)
     ax.grid(axis="y", color=RULE, linewidth=0.8)
@@ -98,10 +99,10 @@ def _lines(ax: Axes, rows: list[dict[str, Any]], names: dict[str, tuple[str, str
     return np.concatenate(drawn) if drawn else np.zeros(0)
 
 
-def _legend(ax: Axes) -> None:
+def legend(ax: Axes, columns: int = 3) -> None:
     """Names in their curves' colours, on the title's line."""
     if ax.get_legend_handles_labels()[0]:
-        place = {"loc": "lower right", "bbox_to_anchor": (1.02, 1.0), "ncols": 3, "borderaxespad": 0.3}
+        place = {"loc": "lower right", "bbox_to_anchor": (1.02, 1.0), "ncols": columns, "borderaxespad": 0.3}
         ax.legend(**place, frameon=False, fontsize=9, labelcolor="linecolor", handlelength=0.9, handletextpad=0.4,
                   columnspacing=0.9)  # fmt: skip
 
@@ -139,8 +140,29 @@ def _held_out(ax: Axes, rows: list[dict[str, Any]]) -> np.ndarray:
     return values
 
 
+def log_axis(ax: Axes, values: np.ndarray, name: Literal["x", "y"]) -> None:
+    """A log axis for values ≥ 0. If some are 0, that gets a place below the smallest decade; if all are, the bottom."""
+    bounds, scale = (ax.set_xlim, ax.set_xscale) if name == "x" else (ax.set_ylim, ax.set_yscale)
+    axis, positive = ax.xaxis if name == "x" else ax.yaxis, values[values > 0]
+    if not len(positive):
+        bounds(-0.05, 1)
+        axis.set_ticks([0])
+        return
+    low, high = 10.0 ** np.floor(np.log10(positive.min())), 10.0 ** np.ceil(np.log10(positive.max() * 1.05))
+    if len(positive) < len(values):
+        scale("symlog", linthresh=low, linscale=0.6)
+        bounds(-0.1 * low, high)
+    else:
+        scale("log")
+        bounds(low, high)
+    decades = np.arange(np.log10(low), np.log10(high) + 0.5)
+    ticks = 10.0 ** decades[:: int(np.ceil(len(decades) / 6))]
+    axis.set_ticks([0.0, *ticks] if len(positive) < len(values) else ticks)
+    axis.set_minor_locator(NullLocator())
+
+
 def _accuracy(ax: Axes, rows: list[dict[str, Any]]) -> None:
-    _panel(ax, "Accuracy", "correct answers")
+    panel(ax, "Accuracy", "correct answers")
     values = _lines(ax, rows, {"accuracy": ("train", BLUE)})
     values = np.concatenate([values, _held_out(ax, rows)])
     if not len(values):
@@ -153,7 +175,7 @@ def _accuracy(ax: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _simple(ax: Axes, rows: list[dict[str, Any]], title: str, unit: str, names: dict[str, tuple[str, str]]) -> None:
-    _panel(ax, title, unit)
+    panel(ax, title, unit)
     values = _lines(ax, rows, names)
     if not len(values):
         return _absent(ax)
@@ -163,27 +185,14 @@ def _simple(ax: Axes, rows: list[dict[str, Any]], title: str, unit: str, names: 
 
 def _gap(ax: Axes, rows: list[dict[str, Any]]) -> None:
     """On a log axis; where sampler and learner ever agree exactly, 0 gets a place below the smallest decade."""
-    _panel(ax, "Sampler–learner gap", "|Δ probability|")
+    panel(ax, "Sampler–learner gap", "|Δ probability|")
     values = _lines(ax, rows, {"gap/mean": ("mean", BLUE), "gap/max": ("max", ORANGE)})
     if not len(values):
         return _absent(ax)
-    positive = values[values > 0]
-    if not len(positive):
-        ax.set_ylim(-0.05, 1)
-        ax.set_yticks([0])
+    log_axis(ax, values, "y")
+    if not (values > 0).any():
         ax.text(0.5, 0.5, "0 at every step", transform=ax.transAxes, ha="center", color=MUTED, fontsize=10)
-        return None
-    low, high = 10.0 ** np.floor(np.log10(positive.min())), 10.0 ** np.ceil(np.log10(positive.max() * 1.05))
-    if len(positive) < len(values):
-        ax.set_yscale("symlog", linthresh=low, linscale=0.6)
-        ax.set_ylim(-0.1 * low, high)
-    else:
-        ax.set_yscale("log")
-        ax.set_ylim(low, high)
-    decades = np.arange(np.log10(low), np.log10(high) + 0.5)
-    ticks = 10.0 ** decades[:: int(np.ceil(len(decades) / 6))]
-    ax.set_yticks([0.0, *ticks] if len(positive) < len(values) else ticks)
-    ax.yaxis.set_minor_locator(NullLocator())
+    return None
 
 
 def _norm(ax: Axes, rows: list[dict[str, Any]]) -> None:
@@ -200,7 +209,7 @@ def _norm(ax: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _clipped(ax: Axes, rows: list[dict[str, Any]]) -> None:
-    _panel(ax, "Clipped", "of tokens")
+    panel(ax, "Clipped", "of tokens")
     values = _lines(ax, rows, {"clip/low": ("ratio too low", BLUE), "clip/high": ("too high", ORANGE)})
     if not len(values):
         return _absent(ax)
@@ -223,6 +232,25 @@ def _subtitle(rows: list[dict[str, Any]]) -> str:
     return "   ·   ".join(facts)
 
 
+def canvas() -> Figure:
+    """An empty picture of 1200×700 pixels."""
+    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def head(figure: Figure, title: str, subtitle: str) -> None:
+    figure.text(0.06, 0.94, title, fontsize=17, fontweight="bold", color=INK)
+    figure.text(0.06, 0.903, subtitle, fontsize=10.5, color=MUTED)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """The picture as a PNG, the same bytes for the same picture; a viewer never finds half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, format="png", dpi=DPI, metadata={"Software": None})
+    os.replace(temporary, path)
+
+
 def curves(out: Path, title: str = "") -> Path:
     """Draw out/curves.png (1200×700 pixels) from out/metrics.jsonl and return its path.
 
@@ -232,8 +260,7 @@ def curves(out: Path, title: str = "") -> Path:
     """
     out = Path(out)
     rows = _read(out / "metrics.jsonl")
-    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = canvas()
     grid = figure.add_gridspec(2, 3, left=0.06, right=0.98, top=0.835, bottom=0.075, wspace=0.27, hspace=0.36)
     split = grid[1, 2].subgridspec(2, 1, hspace=0.75)
     first, second, third, fourth, fifth = (figure.add_subplot(grid[i // 3, i % 3]) for i in range(5))
@@ -252,15 +279,12 @@ def curves(out: Path, title: str = "") -> Path:
     margin = 0.02 * (steps[-1] - steps[0]) or 0.5
     for ax in figure.axes:
         ax.set_xlim(steps[0] - margin, steps[-1] + margin)
-        _legend(ax)
+        legend(ax)
     norm.tick_params(labelbottom=False)
     for ax in (fourth, fifth, clip):
         ax.set_xlabel("step", fontsize=9, color=MUTED)
-    figure.text(0.06, 0.94, title or out.resolve().name, fontsize=17, fontweight="bold", color=INK)
-    figure.text(0.06, 0.903, _subtitle(rows), fontsize=10.5, color=MUTED)
+    head(figure, title or out.resolve().name, _subtitle(rows))
 
     path = out / "curves.png"
-    temporary = out / "curves.png.tmp"  # a viewer must not find half a picture
-    figure.savefig(temporary, format="png", dpi=DPI, metadata={"Software": None})
-    os.replace(temporary, path)
+    save(figure, path)
     return path

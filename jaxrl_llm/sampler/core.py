@@ -8,8 +8,7 @@ however long ago the row was filled; `start` remembers when.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,15 +24,24 @@ from jaxrl_llm.sampler.cache import WIDTH_OF_KEYS, WIDTH_OF_VALUES, LayerCache, 
 from jaxrl_llm.sampler.sampling import Draw, sample
 from jaxrl_llm.sharding import constrain
 
+KeysValues = tuple[tuple[Stored, Stored], ...]  # of each layer
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DecodeState:
-    """Everything that decoding reads and writes. R prefixes of up to S tokens, N rows, T columns."""
+class Prefixes:
+    """R prompts of up to S tokens, each without its last."""
 
-    caches: tuple[LayerCache, ...]  # a layer each
-    prefix_lengths: Int[Array, " R"]
-    step: Int[Array, ""]
+    kv: KeysValues  # [R,K,C,S], [R,K,S,C]
+    lengths: Int[Array, " R"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Answers:
+    """Where N answers are."""
+
+    step: Int[Array, ""]  # the clock
     start: Int[Array, " N"]  # decoding step at which the row had no token
     limit: Int[Array, " N"]  # tokens an answer may have
     token: Int[Array, " N"]  # the next input
@@ -41,11 +49,21 @@ class DecodeState:
     draw: Draw  # how each row's tokens are drawn, and its key; position is folded in for each token
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """Everything that decoding reads and writes. R prefixes, N rows, T columns."""
+
+    prefixes: Prefixes
+    own: KeysValues  # [N,K,C,T], [N,K,T,C]
+    answers: Answers
+
+
 class Prefilled(NamedTuple):
     """Keys and values of M prompts, and of the U tokens that each of their G answers has already. A layer each."""
 
-    prefix: tuple[tuple[Array, Array], ...]  # [M,K,C,S], [M,K,S,C]
-    own: tuple[tuple[Array, Array], ...]  # [M·G,K,C,U], [M·G,K,U,C]
+    prefix: KeysValues  # [M,K,C,S], [M,K,S,C]
+    own: KeysValues  # [M·G,K,C,U], [M·G,K,U,C]
 
 
 class Rows(NamedTuple):
@@ -106,31 +124,39 @@ def prefill(
     return Prefilled(tuple(prefixes), tuple(owns))
 
 
-def init_state(
-    config: transformer.ModelConfig, kv_dtype: str, rows: int, prefixes: int, size: int, columns: int
-) -> DecodeState:
-    """Empty rows with room for `columns` tokens, and prefixes of up to `size` tokens. kv_dtype: of the caches."""
+def init_prefixes(config: transformer.ModelConfig, kv_dtype: str, prefixes: int, size: int) -> Prefixes:
+    """Room for prompts of up to `size` + 1 tokens. kv_dtype: of keys and values."""
+    return Prefixes(_room(config, kv_dtype, prefixes, size), _split(jnp.zeros(prefixes, jnp.int32)))
+
+
+def init_own(config: transformer.ModelConfig, kv_dtype: str, rows: int, columns: int) -> KeysValues:
+    """Room for answers of up to `columns` tokens."""
+    return _room(config, kv_dtype, rows, columns)
+
+
+def init_answers(rows: int) -> Answers:
+    """Rows without an answer."""
+    zeros = lambda dtype=jnp.int32: _split(jnp.zeros(rows, dtype))
+    keys = _split(jnp.broadcast_to(jax.random.key(0), rows))
+    draw = Draw(keys, zeros(jnp.float32), zeros(), zeros(jnp.float32))
+    return Answers(jnp.int32(0), zeros(), zeros(), zeros(), zeros(bool), draw)
+
+
+def _room(config: transformer.ModelConfig, kv_dtype: str, n: int, tokens: int) -> KeysValues:
     kv, width = config.kv_heads, config.head_width
-    split = lambda x: jax.tree.map(lambda y: constrain(y, "batch", *(("kv_heads",) if y.ndim > 1 else ())), x)
-    keys = lambda n, tokens: split(cache.empty((n, kv, width, tokens), kv_dtype, WIDTH_OF_KEYS))
-    values = lambda n, tokens: split(cache.empty((n, kv, tokens, width), kv_dtype, WIDTH_OF_VALUES))
-    make = lambda: LayerCache(keys(prefixes, size), values(prefixes, size), keys(rows, columns), values(rows, columns))
-    zeros = lambda dtype=jnp.int32, n=rows: split(jnp.zeros(n, dtype))
-    return DecodeState(
-        caches=tuple(make() for _ in range(config.layers)),
-        prefix_lengths=zeros(n=prefixes),
-        step=jnp.int32(0),
-        start=zeros(),
-        limit=zeros(),
-        token=zeros(),
-        live=zeros(bool),
-        draw=Draw(split(jnp.broadcast_to(jax.random.key(0), rows)), zeros(jnp.float32), zeros(), zeros(jnp.float32)),
-    )
+    keys = lambda: _split(cache.empty((n, kv, width, tokens), kv_dtype, WIDTH_OF_KEYS))
+    values = lambda: _split(cache.empty((n, kv, tokens, width), kv_dtype, WIDTH_OF_VALUES))
+    return tuple((keys(), values()) for _ in range(config.layers))
+
+
+def _split(tree: Any) -> Any:
+    """Rows over the mesh's batch axes, heads over its tensor axis."""
+    return jax.tree.map(lambda x: constrain(x, "batch", *(("kv_heads",) if x.ndim > 1 else ())), tree)
 
 
 def insert_prefixes(
-    state: DecodeState, filled: tuple[tuple[Array, Array], ...], lengths: Int[Array, " M"], into: Int[Array, " M"]
-) -> DecodeState:
+    prefixes: Prefixes, filled: KeysValues, lengths: Int[Array, " M"], into: Int[Array, " M"]
+) -> Prefixes:
     """Put M prefilled prompts into prefixes `into`; a number past the end is dropped (padding)."""
 
     def put(old: Stored, new: Array, width: int) -> Stored:
@@ -138,79 +164,69 @@ def insert_prefixes(
         grown = lambda a, b: jnp.pad(b, [(0, 0), *((0, n - m) for n, m in zip(a.shape[1:], b.shape[1:], strict=True))])
         return jax.tree.map(lambda a, b: a.at[into].set(grown(a, b), mode="drop"), old, new)
 
-    caches = tuple(
-        c._replace(prefix_k=put(c.prefix_k, k, WIDTH_OF_KEYS), prefix_v=put(c.prefix_v, v, WIDTH_OF_VALUES))
-        for c, (k, v) in zip(state.caches, filled, strict=True)
+    kv = tuple(
+        (put(keys, k, WIDTH_OF_KEYS), put(values, v, WIDTH_OF_VALUES))
+        for (keys, values), (k, v) in zip(prefixes.kv, filled, strict=True)
     )
-    return replace(state, caches=caches, prefix_lengths=state.prefix_lengths.at[into].set(lengths, mode="drop"))
+    return Prefixes(kv, prefixes.lengths.at[into].set(lengths, mode="drop"))
 
 
-def insert_rows(state: DecodeState, rows: Rows, own: tuple[tuple[Array, Array], ...] | None = None) -> DecodeState:
-    """Begin or continue Q answers. own: keys and values of the tokens they have been fed, [Q,K,C,U] and [Q,K,U,C]."""
+def insert_rows(answers: Answers, rows: Rows) -> Answers:
+    """Begin or continue Q answers."""
     put = lambda old, new: old.at[rows.row].set(new, mode="drop")
-    start = state.step - rows.count
-    caches = state.caches
-    if own is not None:
-        columns = room(caches[0].own_v)
-        at = (jnp.arange(columns)[None] - start[:, None]) % columns  # which of its tokens an answer has in a column
-
-        def rolled(old: Stored, new: Array, width: int) -> Stored:
-            tokens = 5 - width  # keys have their tokens last, values their width
-            index = jnp.expand_dims(jnp.minimum(at, new.shape[tokens] - 1), (1, width))
-            new = jnp.take_along_axis(new, index, axis=tokens)
-            return jax.tree.map(put, old, cache.stored(new, kind(old), width))
-
-        caches = tuple(
-            c._replace(own_k=rolled(c.own_k, k, WIDTH_OF_KEYS), own_v=rolled(c.own_v, v, WIDTH_OF_VALUES))
-            for c, (k, v) in zip(caches, own, strict=True)
-        )
     return replace(
-        state,
-        caches=caches,
-        start=put(state.start, start),
-        limit=put(state.limit, rows.limit),
-        token=put(state.token, rows.token),
-        live=put(state.live, rows.count < rows.limit),
-        draw=jax.tree.map(put, state.draw, rows.draw),
+        answers,
+        start=put(answers.start, answers.step - rows.count),
+        limit=put(answers.limit, rows.limit),
+        token=put(answers.token, rows.token),
+        live=put(answers.live, rows.count < rows.limit),
+        draw=jax.tree.map(put, answers.draw, rows.draw),
     )
 
 
-def repack(
-    state: DecodeState, rows: Int[Array, " N'"], prefixes: Int[Array, " R'"], size: int, columns: int
-) -> DecodeState:
-    """The same answers in other rows, prefixes and room: new row n is old row rows[n], and empty if that is negative.
+def insert_own(own: KeysValues, step: Int[Array, ""], rows: Rows, filled: KeysValues) -> KeysValues:
+    """Keys and values [Q,K,C,U], [Q,K,U,C] of the tokens that continued answers have been fed."""
+    columns = room(own[0][1])
+    at = (jnp.arange(columns)[None] - (step - rows.count)[:, None]) % columns  # an answer's token in each column
 
-    Legal while no live answer has more than `columns` tokens and no prefix more than `size`.
-    """
-    age = (state.step - 1 - jnp.arange(columns)) % columns  # of each new column; the same for all rows
-    source = (state.step - 1 - age) % room(state.caches[0].own_v)
-    split = lambda x: jax.tree.map(lambda y: constrain(y, "batch", *(("kv_heads",) if y.ndim > 1 else ())), x)
+    def put(old: Stored, new: Array, width: int) -> Stored:
+        tokens = 5 - width  # keys have their tokens last, values their width
+        index = jnp.expand_dims(jnp.minimum(at, new.shape[tokens] - 1), (1, width))
+        new = cache.stored(jnp.take_along_axis(new, index, axis=tokens), kind(old), width)
+        return jax.tree.map(lambda a, b: a.at[rows.row].set(b, mode="drop"), old, new)
 
-    def own(x: Array, tokens: int) -> Array:
-        return split(jnp.take(x[jnp.maximum(rows, 0)], source, axis=tokens))
-
-    def prefix(x: Array, tokens: int) -> Array:
-        x = jax.lax.slice_in_dim(x[jnp.maximum(prefixes, 0)], 0, min(size, x.shape[tokens]), axis=tokens)
-        return split(jnp.pad(x, [(0, size - n if i == tokens else 0) for i, n in enumerate(x.shape)]))
-
-    caches = tuple(
-        LayerCache(
-            *(jax.tree.map(partial(prefix, tokens=axis), x) for x, axis in ((c.prefix_k, 3), (c.prefix_v, 2))),
-            *(jax.tree.map(partial(own, tokens=axis), x) for x, axis in ((c.own_k, 3), (c.own_v, 2))),
-        )
-        for c in state.caches
+    return tuple(
+        (put(keys, k, WIDTH_OF_KEYS), put(values, v, WIDTH_OF_VALUES))
+        for (keys, values), (k, v) in zip(own, filled, strict=True)
     )
-    pick = lambda x: split(x[jnp.maximum(rows, 0)])
-    return replace(
-        state,
-        caches=caches,
-        prefix_lengths=split(state.prefix_lengths[jnp.maximum(prefixes, 0)]),
-        start=pick(state.start),
-        limit=pick(state.limit),
-        token=pick(state.token),
-        live=pick(state.live) & (rows >= 0),
-        draw=jax.tree.map(pick, state.draw),
-    )
+
+
+def repack_prefixes(prefixes: Prefixes, source: Int[Array, " R'"], size: int) -> Prefixes:
+    """Prompts in other places, with room for `size` tokens, no less than before: new place r has old source[r]."""
+
+    def moved(x: Array, tokens: int) -> Array:
+        x = x[jnp.maximum(source, 0)]
+        return _split(jnp.pad(x, [(0, size - n if i == tokens else 0) for i, n in enumerate(x.shape)]))
+
+    move = lambda x, tokens: jax.tree.map(lambda y: moved(y, tokens), x)
+    kv = tuple((move(k, 3), move(v, 2)) for k, v in prefixes.kv)
+    return Prefixes(kv, _split(prefixes.lengths[jnp.maximum(source, 0)]))
+
+
+def repack_own(own: KeysValues, step: Int[Array, ""], source: Int[Array, " N'"], columns: int) -> KeysValues:
+    """Keys and values in other rows and columns, as long as no live answer has more tokens than there are columns."""
+    age = (step - 1 - jnp.arange(columns)) % columns  # of each new column; the same for all rows
+    old = (step - 1 - age) % room(own[0][1])
+    moved = lambda x, tokens: _split(jnp.take(x[jnp.maximum(source, 0)], old, axis=tokens))
+    move = lambda x, tokens: jax.tree.map(lambda y: moved(y, tokens), x)
+    return tuple((move(k, 3), move(v, 2)) for k, v in own)
+
+
+def repack_answers(answers: Answers, source: Int[Array, " N'"]) -> Answers:
+    """Answers in other rows: new row n is old row source[n], and empty if that is negative."""
+    rows = {f.name: getattr(answers, f.name) for f in fields(answers) if f.name != "step"}
+    rows = jax.tree.map(lambda x: _split(x[jnp.maximum(source, 0)]), rows)
+    return Answers(answers.step, **rows | {"live": rows["live"] & (source >= 0)})
 
 
 def decode_k(
@@ -232,36 +248,37 @@ def decode_k(
     """
     model, blocks = _blocks(config, params)
     head = model.head_matrix()
-    (rows, steps), columns = forced.shape, room(state.caches[0].own_v)
+    (rows, steps), columns = forced.shape, room(state.own[0][1])
+    prefixes = state.prefixes
     eos = jnp.asarray(eos_ids, jnp.int32)
 
-    def one(carry: tuple[Array, DecodeState, Drawn]) -> tuple[Array, DecodeState, Drawn]:
-        i, s, out = carry
+    def one(carry: tuple[Array, KeysValues, Answers, Drawn]) -> tuple[Array, KeysValues, Answers, Drawn]:
+        i, kv, s, out = carry
         count = s.step - s.start  # tokens that a live answer has
         column = s.step % columns
         age = (column - jnp.arange(columns)) % columns
-        view = View(s.prefix_lengths, lanes, place, column, age[None] <= count[:, None])
+        view = View(prefixes.lengths, lanes, place, column, age[None] <= count[:, None])
         attend = cache.decode(view)
-        row_prefix = jax.vmap(lambda n, p: n[p // lanes.shape[2]])(s.prefix_lengths.reshape(lanes.shape[:2]), place)
+        row_prefix = jax.vmap(lambda n, p: n[p // lanes.shape[2]])(prefixes.lengths.reshape(lanes.shape[:2]), place)
         angles = transformer.rope((row_prefix.reshape(-1) + count)[:, None], config)
-        x, caches = model.embedded(s.token[:, None]), []
-        for block, layer in zip(blocks, s.caches, strict=True):
-            x, layer = block(x, angles, attend, layer)
-            caches.append(layer)
+        x, new = model.embedded(s.token[:, None]), []
+        for block, prompt, own in zip(blocks, prefixes.kv, kv, strict=True):
+            x, layer = block(x, angles, attend, LayerCache(*prompt, *own))
+            new.append((layer.own_k, layer.own_v))
         with jax.named_scope("sample"):
             logits = tempered_logits(model.norm(x)[:, 0], head, 1.0)
             token, logp = sample(logits, s.draw, count, forced[:, i], filtered)
         live = s.live & ~jnp.isin(token, eos) & (count + 1 < s.limit)
         column_of = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], i, axis=1)
         out = Drawn(column_of(out.tokens, token), column_of(out.logp, logp), out.count + s.live, live)
-        return i + 1, replace(s, caches=tuple(caches), token=token, live=live, step=s.step + 1), out
+        return i + 1, tuple(new), replace(s, token=token, live=live, step=s.step + 1), out
 
     nothing = Drawn(
         constrain(jnp.zeros((rows, steps), jnp.int32), "batch"),
         constrain(jnp.zeros((rows, steps), jnp.float32), "batch"),
-        jnp.zeros_like(state.limit),
-        state.live,
+        jnp.zeros_like(state.answers.limit),
+        state.answers.live,
     )
-    go = lambda c: (c[0] < steps) & c[1].live.any()
-    _, state, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state, nothing))
-    return state, drawn
+    go = lambda c: (c[0] < steps) & c[2].live.any()
+    _, own, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.own, state.answers, nothing))
+    return DecodeState(prefixes, own, answers), drawn

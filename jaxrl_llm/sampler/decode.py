@@ -6,7 +6,7 @@ each in few sizes, so that a handful of programs serve a whole run.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,9 +23,10 @@ from jaxrl_llm.sampler import core
 from jaxrl_llm.sampler.requests import Draft, Group, More, Request, check
 from jaxrl_llm.sampler.sampling import Draw, Sampling
 
-MIN_COLUMNS = 32  # tokens
+MIN_COLUMNS = 64  # tokens
 MIN_PREFIX = 16  # tokens
 HALVINGS = 3  # of the rows, as answers end and none wait
+AT_ONCE = (1, 4, 16, 64)  # prompts in one prefill
 
 
 @dataclass(frozen=True)
@@ -104,19 +105,10 @@ def push_weights(engine: Any, params: Any) -> Any:
 
 def generate(engine: Any, requests: Sequence[Request]) -> list[Group]:
     """The groups of all requests, in their order."""
-    queue, groups = deque(enumerate(requests)), {}
-    numbers = {}
-
-    def more() -> Request | None:
-        if not queue:
-            return None
-        i, request = queue.popleft()
-        numbers[id(request)] = [*numbers.get(id(request), ()), i]
-        return request
-
-    for request, group in engine.sample(more):
-        groups[numbers[id(request)].pop(0)] = group
-    return [groups[i] for i in range(len(requests))]
+    queue, groups = deque(requests), defaultdict(deque)
+    for request, group in engine.sample(lambda: queue.popleft() if queue else None):
+        groups[id(request)].append(group)  # more than one if the same request was asked twice: they are equal
+    return [groups[id(request)].popleft() for request in requests]
 
 
 def rescored(engine: Engine, requests: Sequence[Request], groups: Sequence[Group]) -> list[np.ndarray]:
@@ -166,10 +158,15 @@ class _Shape(NamedTuple):
 
 
 _prefill = jax.jit(core.prefill, static_argnums=0)
-_init = jax.jit(core.init_state, static_argnums=(0, 1, 2, 3, 4, 5))
+_init_prefixes = jax.jit(core.init_prefixes, static_argnums=(0, 1, 2, 3))
+_init_own = jax.jit(core.init_own, static_argnums=(0, 1, 2, 3))
+_init_answers = jax.jit(core.init_answers, static_argnums=0)
 _insert_prefixes = jax.jit(core.insert_prefixes, donate_argnums=0)
 _insert_rows = jax.jit(core.insert_rows, donate_argnums=0)
-_repack = jax.jit(core.repack, static_argnums=(3, 4))  # other shapes: nothing to donate
+_insert_own = jax.jit(core.insert_own, donate_argnums=0)
+_repack_prefixes = jax.jit(core.repack_prefixes, static_argnums=2)  # other shapes: nothing to donate
+_repack_own = jax.jit(core.repack_own, static_argnums=3)
+_repack_answers = jax.jit(core.repack_answers)
 _decode = jax.jit(core.decode_k, static_argnums=(0, 1, 2), donate_argnums=4)
 
 
@@ -249,23 +246,34 @@ class _Slots:
 
     def _fit(self, waiting: Sequence[Place]) -> None:
         """Other shapes when the work outgrows them, or when half of the rows would do."""
-        need = self._need(waiting)
-        if need.rows >= self.shape.rows:
-            need = _Shape(*map(max, need, self.shape))
-        if need == self.shape:
-            return
-        e = self.engine
+        need, have = self._need(waiting), self.shape
+        if need.rows < have.rows:  # one size at a time, and nothing else with it: few programs
+            need = need._replace(rows=max(n for n in self.sizes if n < have.rows))
+        need = _Shape(need.rows, *map(max, need[1:], have[1:]))
+        e, kv_dtype = self.engine, self.engine.kv_dtype or self.engine.model.dtype
         if self.state is None:
-            self.state = _init(e.model, e.kv_dtype or e.model.dtype, *need)
-            self.rows, self.prefixes = [None] * need.rows, [None] * need.prefixes
-        else:
-            rows, self.rows = self._moved(self.rows, need.rows)
-            prefixes, self.prefixes = self._moved(self.prefixes, need.prefixes)
-            self.state = _repack(self.state, rows, prefixes, need.size, need.columns)
+            self.state = core.DecodeState(
+                _init_prefixes(e.model, kv_dtype, need.prefixes, need.size),
+                _init_own(e.model, kv_dtype, need.rows, need.columns),
+                _init_answers(need.rows),
+            )
+            self.rows, self.prefixes, self.shape = [None] * need.rows, [None] * need.prefixes, need
+            return
+        state = self.state
+        if (need.rows, need.columns) != (have.rows, have.columns):
+            source, self.rows = self._moved(self.rows, need.rows)
+            state = replace(
+                state,
+                own=_repack_own(state.own, state.answers.step, source, need.columns),
+                answers=_repack_answers(state.answers, source),
+            )
+        if (need.prefixes, need.size) != (have.prefixes, have.size):
+            source, self.prefixes = self._moved(self.prefixes, need.prefixes)
+            state = replace(state, prefixes=_repack_prefixes(state.prefixes, source, need.size))
             for i, group in enumerate(self.prefixes):
                 if group is not None:
                     group.prefix = i
-        self.shape = need
+        self.state, self.shape = state, need
 
     def _moved(self, places: list, n: int) -> tuple[np.ndarray, list]:
         """For each of n places the old place it is filled from, −1 for none; and who is there. No shard is left."""
@@ -283,7 +291,8 @@ class _Slots:
             return
         self._fit(waiting)
         if self.engine.exact:
-            self.state = replace(self.state, step=jnp.zeros_like(self.state.step))  # an answer's first token: column 0
+            answers = self.state.answers  # an answer's first token goes to column 0
+            self.state = replace(self.state, answers=replace(answers, step=jnp.zeros_like(answers.step)))
         placed, groups, stay = [], [], []
         while waiting and None in self.rows:
             group, draft = waiting.popleft()
@@ -321,43 +330,50 @@ class _Slots:
         return found[0]
 
     def _prefill(self, held: weights.SamplerWeights, groups: list[_Group]) -> None:
-        """The prompts of these groups, once each."""
+        """The prompts of these groups, once each; so many at a time that there are few programs."""
         for group in groups:
             group.own = ()
-        prompts = [g.request.prompt for g in groups]
-        parts = [[g] for g in groups] if self.engine.exact else [groups] if groups else []
-        for part in parts:
-            n = sharding.rows(power(len(part)), self.engine.mesh)
-            size = self.shape.size if self.engine.exact else power(max(map(len, prompts)) - 1, MIN_PREFIX)
-            lengths = _padded([len(g.request.prompt) - 1 for g in part], n)
-            begun = np.zeros((n, 1, 0), np.int32)
-            prefix = prefix_of([g.request.prompt for g in part], n, size)
-            filled = _prefill(self.engine.model, held.params, prefix, lengths, begun)
-            into = _padded([g.prefix for g in part], n, fill=len(self.prefixes))
-            self.state = _insert_prefixes(self.state, filled.prefix, lengths, into)
+        while groups:
+            n = 1 if self.engine.exact else max(m for m in AT_ONCE if m <= len(groups))
+            part, groups = groups[:n], groups[n:]
+            longest = max(len(g.request.prompt) for g in part)
+            size = self.shape.size if self.engine.exact else power(longest - 1, MIN_PREFIX)
+            self._fill_prefixes(held, part, size, np.zeros((sharding.rows(n, self.engine.mesh), 1, 0), np.int32))
+
+    def _fill_prefixes(
+        self, held: weights.SamplerWeights, groups: list[_Group], size: int, begun: np.ndarray
+    ) -> core.Prefilled:
+        """Prefill and put in place; groups and `begun` are padded to as many rows as that has."""
+        prompts, n = [g.request.prompt for g in groups], len(begun)
+        lengths = _padded([len(p) - 1 for p in prompts], n)
+        filled = _prefill(self.engine.model, held.params, prefix_of(prompts, n, size), lengths, begun)
+        into = _padded([g.prefix for g in groups], n, fill=len(self.prefixes))
+        prefixes = _insert_prefixes(self.state.prefixes, filled.prefix, lengths, into)
+        self.state = replace(self.state, prefixes=prefixes)
+        return filled
 
     def _insert(self, placed: list[tuple[int, Draft]]) -> None:
-        """Answers that have no token yet."""
+        """Answers into their rows; always as many rows as there are, so that there is one program."""
+        n = len(self.rows)
         if placed:
-            self.state = _insert_rows(self.state, rows_of(placed, power(len(placed)), len(self.rows)))
+            rows = rows_of(placed, n, n)
+            self.state = replace(self.state, answers=_insert_rows(self.state.answers, rows))
 
     def _continue(self, held: weights.SamplerWeights, group: _Group, rows: dict[int, int]) -> None:
         """Answers that were begun: their tokens go through the model once, together, beside their prompt."""
+        prompt, ways, past = group.request.prompt, self.ways, len(self.rows)
         if group.own is None:
             said = [d.tokens if d.open else [] for d in group.drafts]
-            n, room = sharding.rows(1, self.engine.mesh), power(max(map(len, said)), MIN_PREFIX)
-            begun = np.zeros((n, len(said), room), np.int32)
+            begun = np.zeros((ways, len(said), power(max(map(len, said)), MIN_PREFIX)), np.int32)
             for g, tokens in enumerate(said):
-                begun[0, g, : len(tokens)] = [group.request.prompt[-1], *tokens][: len(tokens)]
-            prompt = group.request.prompt
-            prefix = prefix_of([prompt], n, power(len(prompt) - 1, MIN_PREFIX))
-            lengths = _padded([len(prompt) - 1], n)
-            filled = _prefill(self.engine.model, held.params, prefix, lengths, begun)
-            into = _padded([group.prefix], n, fill=len(self.prefixes))
-            self.state = _insert_prefixes(self.state, filled.prefix, lengths, into)
+                begun[0, g, : len(tokens)] = [prompt[-1], *tokens][: len(tokens)]
+            filled = self._fill_prefixes(held, [group], power(len(prompt) - 1, MIN_PREFIX), begun)
             group.own = jax.tree.map(lambda x: x[: len(said)], filled.own)
-        placed = [(rows.get(d.number, len(self.rows)), d) for d in group.drafts]
-        self.state = _insert_rows(self.state, rows_of(placed, len(placed), len(self.rows)), group.own)
+        placed = [(rows.get(d.number, past), d) for d in group.drafts]
+        step = self.state.answers.step
+        own = _insert_own(self.state.own, step, rows_of(placed, len(placed), past), group.own)
+        self.state = replace(self.state, own=own)
+        self._insert([(row, draft) for row, draft in placed if row < past])
 
     # --- drawing
 
@@ -386,7 +402,9 @@ class _Slots:
                 cut |= bool(live[i])
         if cut:  # by a stop string
             live = live & np.array([x is not None for x in self.rows])
-            self.state = replace(self.state, live=jax.device_put(live, self.state.live.sharding))
+            answers = self.state.answers
+            answers = replace(answers, live=jax.device_put(live, answers.live.sharding))
+            self.state = replace(self.state, answers=answers)
         done = [g for g in self.prefixes if g is not None and not g.left]
         for group in done:
             self.prefixes[group.prefix] = None

@@ -215,7 +215,16 @@ def _slot_data(tokens: list[int], ended: bool) -> Any:
 
 
 _prefill = jax.jit(core.prefill, static_argnums=0)
-_init = jax.jit(core.init_state, static_argnums=(0, 1, 2, 3, 4, 5))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _init(model: ModelConfig, kv_dtype: str, slots: int, size: int, columns: int) -> core.DecodeState:
+    """Empty slots, each with a prefix of its own."""
+    return core.DecodeState(
+        core.init_prefixes(model, kv_dtype, slots, size),
+        core.init_own(model, kv_dtype, slots, columns),
+        core.init_answers(slots),
+    )
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -229,10 +238,12 @@ def _insert(
     number: jax.Array,
 ) -> core.DecodeState:
     """A prompt and one answer into their slot. own: what the group's answers have been fed, if they were begun."""
-    state = core.insert_prefixes(state, prefix, lengths, into)
+    kv = state.own
     if own is not None:
         own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, number, 1), own)
-    return core.insert_rows(state, rows, own)
+        kv = core.insert_own(kv, state.answers.step, rows, own)
+    prefixes = core.insert_prefixes(state.prefixes, prefix, lengths, into)
+    return core.DecodeState(prefixes, kv, core.insert_rows(state.answers, rows))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=6)
@@ -249,7 +260,7 @@ def _decode(
     """`core.decode_k` where row i alone reads prefix i, and rows that are not kept are dead."""
     n = keep.shape[0]
     lane = jnp.broadcast_to(jnp.arange(n // ways), (ways, n // ways))
-    state = replace(state, live=state.live & keep)
+    state = replace(state, answers=replace(state.answers, live=state.answers.live & keep))
     return core.decode_k(model, eos_ids, filtered, params, state, lane[:, :, None], lane, jnp.full((n, steps), -1))
 
 
@@ -355,7 +366,7 @@ class JetStreamEngine(js.engine_api.Engine):
         self.slots = [None] * n
         columns = -(-self.max_tokens // 8) * 8
         with self._context():
-            return _init(self.model, self.kv_dtype, n, n, power(self.max_prompt_tokens - 1, MIN_PREFIX), columns)
+            return _init(self.model, self.kv_dtype, n, power(self.max_prompt_tokens - 1, MIN_PREFIX), columns)
 
     def _context(self) -> AbstractContextManager:
         """The mesh, in whichever thread."""

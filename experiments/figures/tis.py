@@ -1,0 +1,133 @@
+"""Truncated importance sampling: what a coarse sampler costs, and what the correction gives back.
+
+Paper:   Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+Claim:   with a quantized sampler, learning without correction is worse; with TIS it is as with an exact sampler.
+Command: python experiments/figures/tis.py [--seeds 5] [--out runs/tis]
+
+A run a seed and arm on the laptop task; a folder that holds a finished run is not run again. At the end the learner's
+policy is evaluated by an exact float32 sampler. Writes tis.json, tis.md and tis.png.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import matplotlib
+import numpy as np
+import tyro
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import trainer
+from jaxrl_llm.config import Config
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+EXPERIMENT = Path(__file__).parent.parent / "laptop_dapo.py"
+COMMON = ("steps=40", "evaluation.every=0", "optimizer.lr=1e-4")
+TIS = "algorithm.correction=jaxrl_llm.corrections:tis"
+ARMS = {
+    "float32": (),
+    "int8": ("rollout.dtype=int8", "rollout.kv_dtype=int8"),
+    "int8 + TIS": ("rollout.dtype=int8", "rollout.kv_dtype=int8", TIS),
+    "int4": ("rollout.dtype=int4", "rollout.kv_dtype=int8"),
+    "int4 + TIS": ("rollout.dtype=int4", "rollout.kv_dtype=int8", TIS),
+}
+COLORS = {"float32": "#1b2430", "int8": "#7fa8ee", "int8 + TIS": "#2f6bd8", "int4": "#d0475a", "int4 + TIS": "#2a9d6a"}
+
+
+def run(config: Config, folder: Path) -> list[dict[str, float]]:
+    """The metrics of a run, which is made or finished if need be."""
+    log = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    if not rows or rows[-1]["step"] < config.steps:
+        trainer.train(config, folder, resume=any((folder / "checkpoints").glob("[0-9]*")))
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+    return rows
+
+
+def exact_accuracy(folder: Path) -> float:
+    """Held-out accuracy of the learner's policy itself."""
+    learner, state, _ = trainer.load_state(folder)
+    rollout = replace(learner.config.rollout, dtype="", kv_dtype="")
+    learner = replace(learner, config=replace(learner.config, rollout=rollout))
+    with jax.set_mesh(learner.mesh):
+        return trainer.evaluate(learner, trainer.make_engine(learner, state.params))["eval/accuracy"]
+
+
+def measured(folder: Path, rows: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Curves of one run, and numbers at its end."""
+    steps = [r for r in rows if r["step"] > 0]
+    kept = folder / "exact.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(exact_accuracy(folder)))
+    curve = lambda name: [r[name] for r in steps]
+    return {
+        "accuracy": [json.loads(kept.read_text())],
+        "train": curve("accuracy"),
+        "entropy": curve("entropy"),
+        "gap/max": curve("gap/max"),
+        "gap/mean": curve("gap/mean"),
+    }
+
+
+def table(found: dict[str, list[dict[str, list[float]]]]) -> str:
+    """A row an arm: mean ± standard deviation over the seeds."""
+    lines = ["| sampler | held-out accuracy | entropy, last 10 steps | mean gap | max gap |", "|---|---|---|---|---|"]
+    spread = lambda x, unit: f"{np.mean(x):{unit}} ± {np.std(x, ddof=1) if len(x) > 1 else 0:{unit}}"
+    for arm, seeds in found.items():
+        last = lambda name, seeds=seeds: [float(np.mean(s[name][-10:])) for s in seeds]
+        whole = lambda name, seeds=seeds: [float(np.mean(s[name])) for s in seeds]
+        cells = [spread([s["accuracy"][0] for s in seeds], ".1%"), spread(last("entropy"), ".4f")]
+        cells += [spread(whole("gap/mean"), ".1e"), spread(whole("gap/max"), ".2g")]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def picture(found: dict[str, list[dict[str, list[float]]]], path: Path) -> None:
+    """Training accuracy, entropy and the largest gap over the steps: means over the seeds, and their range."""
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4), dpi=100, layout="constrained")
+    titles = {
+        "train": "Accuracy in training",
+        "entropy": "Entropy, nats per token",
+        "gap/max": "Largest |Δ probability|",
+    }
+    for ax, (name, title) in zip(axes, titles.items(), strict=True):
+        for arm, seeds in found.items():
+            values = np.array([s[name] for s in seeds])
+            steps = np.arange(1, values.shape[1] + 1)
+            ax.plot(steps, values.mean(axis=0), color=COLORS[arm], label=arm, linewidth=1.8)
+            ax.fill_between(steps, values.min(axis=0), values.max(axis=0), color=COLORS[arm], alpha=0.12, linewidth=0)
+        ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        ax.set_xlabel("step")
+        ax.grid(axis="y", color="#e6e9ee")
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[1].set_yscale("log")
+    axes[2].set_yscale("log")
+    axes[0].legend(frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+def main(seeds: int = 5, out: Path = Path("runs/tis"), arms: tuple[str, ...] = tuple(ARMS)) -> None:
+    """Run what is missing, then the table and the picture.
+
+    Args:
+        seeds: runs of each arm.
+        out: folder of the runs and of the results.
+        arms: which of them.
+    """
+    found: dict[str, list] = {arm: [] for arm in arms}
+    for seed in range(seeds):
+        for arm in arms:
+            config = configs.load(EXPERIMENT, (*COMMON, f"seed={seed}", *ARMS[arm]))
+            folder = out / f"{arm.replace(' + ', '_')}-{seed}"
+            found[arm].append(measured(folder, run(config, folder)))
+    (out / "tis.json").write_text(json.dumps(found))
+    (out / "tis.md").write_text(table(found) + "\n")
+    picture(found, out / "tis.png")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
