@@ -1,14 +1,22 @@
 """Every test runs on 8 virtual CPU devices, with silent rank promotion forbidden and array shapes checked."""
 
 import os
+import shutil
+import tempfile
 
+# Many tests compile the same programs: the workers and the processes that they start share what XLA has made of them.
+CACHE = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxrl-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 # jax reads the environment when it starts, hence only now.
-import jax
-from jaxtyping import install_import_hook
+import jax  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)
@@ -19,3 +27,8 @@ install_import_hook(
     [f"jaxrl_llm.{name}" for name in MODULES],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
+
+
+def pytest_unconfigure():
+    if CACHE:
+        shutil.rmtree(CACHE, ignore_errors=True)

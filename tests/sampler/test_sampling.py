@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.logprobs import tempered_logits
-from jaxrl_llm.sampler.sampling import Sampling, keep, sample
+from jaxrl_llm.sampler.sampling import Draw, Sampling, keep, sample
 
 V, N = 9, 20_000
 LOGITS = np.array([0.3, 2.0, -1.0, 1.4, 0.9, -3.0, 1.9, 0.0, -0.4], np.float32)
@@ -19,7 +18,19 @@ FILTERS = [
     Sampling(top_k=V + 5, top_p=0.5),
 ]
 
-run = jax.jit(sample, static_argnums=2)
+compiled = jax.jit(sample, static_argnums=4)
+
+
+def run(logits, keys, sampling, position=0, forced=None):
+    """Rows that are all drawn alike."""
+    n = len(logits)
+    every = lambda value, dtype: np.full(n, value, dtype)
+    draw = Draw(keys, *(every(getattr(sampling, f), d) for f, d in FIELDS))
+    forced = every(-1, np.int32) if forced is None else forced
+    return compiled(logits, draw, every(position, np.int32), forced, sampling.filtered)
+
+
+FIELDS = (("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32))
 
 
 def keys(n, seed=0):
@@ -71,7 +82,7 @@ def test_random_rows_and_filters():
     rng = np.random.default_rng(3)
     logits = (rng.normal(size=(64, V)) * rng.uniform(0.1, 5, (64, 1))).astype(np.float32)
     for sampling in (Sampling(top_k=5, top_p=0.9), Sampling(top_p=0.3)):
-        kept = np.asarray(keep(jnp.asarray(logits), sampling))
+        kept = np.asarray(keep(jnp.asarray(logits), np.full(64, sampling.top_k), np.full(64, sampling.top_p)))
         expected = np.array([reference(row, sampling) for row in logits])
         np.testing.assert_array_equal(kept, expected > 0)
         tokens, logp = run(logits, keys(64), sampling)
@@ -80,11 +91,9 @@ def test_random_rows_and_filters():
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_temperature_comes_before_the_filter(temperature):
-    hidden, head = np.ones((N, 1), np.float32), LOGITS[None]
     sampling = Sampling(temperature=temperature, top_p=0.8)
-    tempered = tempered_logits(jnp.asarray(hidden), jnp.asarray(head), temperature)
     expected = reference(LOGITS.astype(np.float64) / temperature, sampling)
-    tokens, logp = (np.asarray(x) for x in run(tempered, keys(N, 1), sampling))
+    tokens, logp = (np.asarray(x) for x in run(np.tile(LOGITS, (N, 1)), keys(N, 1), sampling))
     np.testing.assert_allclose(logp, np.log(expected[tokens]), atol=1e-6)
     np.testing.assert_allclose(np.bincount(tokens, minlength=V) / N, expected, atol=0.016)
 
@@ -114,7 +123,8 @@ def test_greedy():
 )
 def test_borders(logits, sampling, kept):
     logits = np.array([logits], np.float32)
-    np.testing.assert_array_equal(keep(jnp.asarray(logits), sampling)[0], np.array(kept, bool))
+    top_k, top_p = np.array([sampling.top_k]), np.array([sampling.top_p])
+    np.testing.assert_array_equal(keep(jnp.asarray(logits), top_k, top_p)[0], np.array(kept, bool))
     tokens, logp = (np.asarray(x) for x in run(np.tile(logits, (50, 1)), keys(50), sampling))
     assert all(kept[t] for t in tokens)
     p = np.exp(logits[0]) * kept
@@ -131,3 +141,32 @@ def test_a_row_depends_on_its_own_key_alone():
     np.testing.assert_array_equal(logp[order], again[1])
     one = draw(logits[2:3], keys(6)[2:3])
     assert (int(one[0][0]), float(one[1][0])) == (int(tokens[2]), float(logp[2]))
+
+
+def test_rows_of_many_kinds_at_once():
+    kinds = [Sampling(), Sampling(0.0), Sampling(0.5, 3), Sampling(2.0, 0, 0.6), Sampling(1.0, 4, 0.7)]
+    logits = np.random.default_rng(2).normal(size=(5, V)).astype(np.float32)
+    columns = [np.array([getattr(k, f) for k in kinds], d) for f, d in FIELDS]
+    position, forced = np.arange(5, dtype=np.int32), np.full(5, -1, np.int32)
+    tokens, logp = compiled(logits, Draw(keys(5), *columns), position, forced, True)
+    for i, kind in enumerate(kinds):
+        one = run(logits[i : i + 1], keys(5)[i : i + 1], kind, position=i)
+        assert int(one[0][0]) == int(tokens[i])
+        np.testing.assert_allclose(one[1][0], logp[i], atol=1e-6)
+
+
+def test_positions_draw_differently():
+    logits, key = np.zeros((1, 1000), np.float32), keys(1)
+    drawn = [int(run(logits, key, Sampling(), position=p)[0][0]) for p in range(20)]
+    assert len(set(drawn)) > 15
+    assert int(run(logits, key, Sampling(), position=3)[0][0]) == drawn[3]
+
+
+def test_forced_tokens_have_their_log_prob():
+    logits = np.tile(LOGITS, (V, 1))
+    for sampling in (Sampling(), Sampling(0.7), Sampling(top_k=3), Sampling(top_k=4, top_p=0.7)):
+        expected = reference(LOGITS.astype(np.float64) / sampling.temperature, sampling)
+        tokens, logp = run(logits, keys(V), sampling, forced=np.arange(V, dtype=np.int32))
+        np.testing.assert_array_equal(tokens, np.arange(V))
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(logp, np.log(expected), atol=1e-6)  # −inf for what a filter removes
