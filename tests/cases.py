@@ -1,5 +1,6 @@
-"""A tiny run, and answers as if a sampler had written them."""
+"""A tiny run, answers as if a sampler had written them, and a free port."""
 
+import socket
 from functools import partial
 
 import numpy as np
@@ -51,3 +52,9 @@ def scored(answers, rewards):
     verdicts = tuple(Reward(float(v), bool(c)) for v, c in zip(rewards, rewards > 0, strict=True))
     kept = np.ones(len(answers.prompts), bool)
     return Scored(answers, verdicts, rewards, kept, answers, verdicts, kept)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

@@ -118,8 +118,8 @@ def in_process(engine: decode.Engine, repeats: int) -> None:
         padded = [(requests(32, n), scripts(n)) for n in longest]
         waited = best(lambda padded=padded: [decode.rescored(engine, *p) for p in padded], repeats)
         print(
-            f"lengths 8 to 256, {prompts} prompts × {GROUP} in {SLOTS} rows: {went:.2f} s, {lengths.sum() / went:.0f} "
-            f"tokens/s, {flops(32, lengths) / went / rate:.0%} of the rate; padded {waited:.2f} s: {waited / went:.2f} ×"
+            f"lengths 8 to 256, {prompts} × {GROUP} in {SLOTS} rows: {went:.2f} s, {lengths.sum() / went:.0f} "
+            f"tokens/s, {flops(32, lengths) / went / rate:.0%} of the rate; padded {waited:.2f} s, {waited / went:.2f}×"
         )
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -14,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import fake_backend
 import numpy as np
 import pytest
+from cases import free_port
 from fake_backend import FAKE, FakeBackend, assert_same, child_of, listening, process, running, until
 
 from jaxrl_llm.sampler import client as clients
@@ -39,12 +39,6 @@ def assert_answered(groups, requests, version: int = 0):
     assert len(groups) == len(requests)
     for group, request in zip(groups, requests, strict=True):
         assert_same(group, fake_backend.answers(request, version))
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 # --- in this process --------------------------------------------------------------------------------------------

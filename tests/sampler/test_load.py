@@ -5,7 +5,6 @@ LOAD_SECONDS: how long, 120 if left out.
 
 import os
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import grpc
 import jax
 import numpy as np
 import pytest
+from cases import free_port
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import weights
@@ -56,9 +56,7 @@ def experiment(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(experiment):
     """A server's process and address, with weights of its own."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "jaxrl_llm.cli", "serve", str(experiment), "--port", str(port), "--unwatched"]
     process = subprocess.Popen(command, env={**os.environ, "XLA_FLAGS": ""})
     yield process, f"127.0.0.1:{port}"
