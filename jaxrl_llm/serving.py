@@ -13,7 +13,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import sharding, trainer, weights
 from jaxrl_llm.config import Config
 from jaxrl_llm.models import transformer
-from jaxrl_llm.sampler import server
+from jaxrl_llm.sampler import server, supervisor
 from jaxrl_llm.types import expect
 
 TOKEN = "JAXRL_TOKEN"  # of the environment: a secret on a command line is there for all to see
@@ -55,4 +55,4 @@ def watch(source: Path, assignments: tuple[str, ...], **listen: Any) -> int:
     server.check_listen(listen["host"], os.environ.get(TOKEN), listen["cert"], listen["key"])
     words = [w for a in assignments for w in ("--set", a)]
     words += [w for k, v in listen.items() if v is not None for w in (f"--{k.replace('_', '-')}", str(v))]
-    return server.supervise([sys.executable, "-m", "jaxrl_llm.cli", "serve", str(source), *words, "--unwatched"])
+    return supervisor.supervise([sys.executable, "-m", "jaxrl_llm.cli", "serve", str(source), *words, "--unwatched"])

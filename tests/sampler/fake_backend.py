@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-from jaxrl_llm.sampler import server
+from jaxrl_llm.sampler import server, supervisor
 from jaxrl_llm.sampler.requests import Answer, Group, Request
 
 FAKE = Path(__file__)  # the program
@@ -171,6 +171,6 @@ if __name__ == "__main__":
     arguments = vars(parser.parse_args())
     if arguments.pop("supervised"):
         command = [sys.executable, *(argument for argument in sys.argv if argument != "--supervised")]
-        sys.exit(server.supervise(command, backoff_s=0.05))
+        sys.exit(supervisor.supervise(command, backoff_s=0.05))
     delay_s = arguments.pop("delay_s")
     server.serve(lambda: FakeBackend(delay_s), **arguments)

@@ -1,21 +1,18 @@
 """The server: clear statuses for what is wrong, nothing sampled twice, weights whole or not at all, its process."""
 
-import os
 import re
 import signal
-import sys
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import fake_backend
 import grpc
 import numpy as np
 import pytest
-from fake_backend import FAKE, FakeBackend, assert_same, child_of, listening, process, running, until
+from fake_backend import FAKE, FakeBackend, assert_same, listening, process, running, until
 
 from jaxrl_llm.sampler import rollout_pb2 as pb
 from jaxrl_llm.sampler import server, wire
@@ -359,13 +356,6 @@ def test_metrics_want_the_token():
 # --- processes --------------------------------------------------------------------------------------------------
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_a_server_ends_on_sigterm_when_its_groups_are_answered():
     with process(FAKE, "--port", 0, "--delay-s", 1, "--metrics-port", 0) as child:
         metrics = int(child.stdout.readline().rpartition(":")[2])
@@ -376,53 +366,3 @@ def test_a_server_ends_on_sigterm_when_its_groups_are_answered():
             child.send_signal(signal.SIGTERM)
             assert_same(group_of(call_.result()), fake_backend.answers(REQUEST, 0))
         assert child.wait(10) == 0
-
-
-def test_the_supervisor_starts_a_killed_server_again_and_takes_it_along(tmp_path):
-    with process(FAKE, "--port", 0, "--supervised") as supervisor:
-        listening(supervisor)
-        first = child_of(supervisor.pid)
-        os.kill(first, signal.SIGKILL)
-        listening(supervisor)
-        second = child_of(supervisor.pid)
-        assert second != first
-        supervisor.kill()  # a supervisor that is killed cannot stop its child
-        until(lambda: not alive(second))
-    with process(FAKE, "--port", 0, "--supervised") as supervisor:
-        listening(supervisor)
-        child = child_of(supervisor.pid)
-        supervisor.send_signal(signal.SIGTERM)
-        assert supervisor.wait(10) == 0
-        assert not alive(child)
-        assert supervisor.stderr.read() == ""
-
-
-def test_the_supervisor_gives_up_on_what_never_listens(capfd, tmp_path):
-    log = tmp_path / "log"
-    dies = [sys.executable, "-c", f"open({str(log)!r}, 'a').write('x'); raise SystemExit(7)"]
-    with pytest.raises(RuntimeError, match="died 5 times and never listened: its last exit code is 7"):
-        server.supervise(dies, backoff_s=0.01)
-    assert log.read_text() == "xxxxx"
-    assert capfd.readouterr().err.count("exit code 7: starting it again") == 4
-
-
-def test_the_supervisor_waits_longer_each_time_and_counts_only_recent_deaths(tmp_path):
-    log = tmp_path / "log"
-    program = f"import time; f = open({str(log)!r}, 'a+'); f.write(f'{{time.time()}}\\n'); f.flush(); f.seek(0)\n"
-    program += "raise SystemExit(len(f.readlines()) < 5)"
-    assert server.supervise([sys.executable, "-c", program], deaths=3, within_s=0.2, backoff_s=0.1) == 0
-    times = [float(line) for line in log.read_text().split()]
-    waits = np.diff(times)
-    assert len(times) == 5  # it ended well, and was not started again
-    assert (waits > [0.1, 0.2, 0.4, 0.4]).all()  # the count of deaths it looks at bounds the wait too
-
-
-def test_the_supervisor_never_gives_up_on_what_has_listened():
-    dies = "print('listening on x', flush=True); import os; os.kill(os.getpid(), 9)"
-    command = [sys.executable, "-c", dies]
-    program = f"from jaxrl_llm.sampler import server; server.supervise({command}, backoff_s=0.01)"
-    with process("-c", program) as s:
-        for _ in range(7):
-            assert listening(s) == "x"
-        s.send_signal(signal.SIGTERM)
-        s.wait(10)
