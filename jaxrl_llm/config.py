@@ -149,7 +149,7 @@ def validate(config: Config) -> Config:
     expected += f"{m.data} × {m.fsdp} × {a.updates_per_batch} × {config.micro_batches}"
     _expect(r.prompts % (ways * parts) == 0, "rollout.prompts", r.prompts, expected)
     _expect(r.slots % ways == 0, "rollout.slots", r.slots, f"a multiple of mesh.data × mesh.fsdp = {ways}")
-    _validate_sampler(r)
+    _validate_sampler(r, ways)
     _validate_algorithm(a, config, ways)
     heads, kv_heads, head_width = config.model.heads, config.model.kv_heads, config.model.head_width
     _expect(heads % kv_heads == 0, "model.heads", heads, f"a multiple of model.kv_heads = {kv_heads}")
@@ -162,7 +162,9 @@ def validate(config: Config) -> Config:
     return config
 
 
-def _validate_sampler(r: Rollout) -> None:
+def _validate_sampler(r: Rollout, ways: int) -> None:
+    expected = f"0, or room for a group on each of the mesh's {ways} shards: at least {ways * r.group_size}"
+    _expect(ways == 1 or r.slots == 0 or r.slots >= ways * r.group_size, "rollout.slots", r.slots, expected)
     own = r.schedule == "sync" and not r.servers and not r.budget
     expected = "False unless rollout.schedule is sync, rollout.servers is empty and rollout.budget is 0"
     _expect(own or not r.zero_gap, "rollout.zero_gap", r.zero_gap, expected)

@@ -200,13 +200,18 @@ def fill_batch(
     judged.sort(key=lambda j: j.asked.draw)
     chosen = [j for j in judged if j.kept or not resample]
     if full < prompts:
-        rates = np.array([[r.correct for r in j.rewards] for j in judged]).mean(axis=1)
-        raise RuntimeError(
-            f"algorithm.group_filter kept {full} of {len(rates)} groups in rollout.max_rounds = {most // prompts} "
-            f"rounds; expected {prompts}. Pass rates: {(rates == 0).mean():.0%} of the groups all wrong, "
-            f"{(rates == 1).mean():.0%} all correct, mean {rates.mean():.2f}"
-        )
+        raise gave_up(judged, prompts, most // prompts)
     return scored(chosen, judged, (*first, *cut))
+
+
+def gave_up(judged: Sequence[Judged], prompts: int, rounds: int) -> RuntimeError:
+    """What to raise when `rounds` times as many prompts as a batch has were asked in vain."""
+    rates, kept = np.array([[r.correct for r in j.rewards] for j in judged]).mean(axis=1), sum(j.kept for j in judged)
+    return RuntimeError(
+        f"algorithm.group_filter kept {kept} of {len(rates)} groups in rollout.max_rounds = {rounds} "
+        f"rounds; expected {prompts}. Pass rates: {(rates == 0).mean():.0%} of the groups all wrong, "
+        f"{(rates == 1).mean():.0%} all correct, mean {rates.mean():.2f}"
+    )
 
 
 def scored(chosen: Sequence[Judged], judged: Sequence[Judged], cut: Sequence[Asked] = ()) -> Scored:

@@ -22,6 +22,7 @@ from jaxrl_llm.learner import Learner, shaped_rewards
 from jaxrl_llm.rollouts import Asked, Judged, Scored
 from jaxrl_llm.sampler.requests import Group, Request
 from jaxrl_llm.types import CANCELLED
+from jaxrl_llm.weights import SamplerWeights
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,10 @@ class Ahead:
         self._pool.shutdown()
 
 
+class _Closed(Exception):
+    """Nobody wants answers any more."""
+
+
 class Always:
     """Draw all the time, with the newest weights at every call; answers that are too old are dropped.
 
@@ -184,6 +189,8 @@ class Always:
                 seen.append(judged)
                 if judged.kept or not a.resample:
                     chosen.append(judged)
+                elif len(seen) >= r.prompts * r.max_rounds:
+                    raise rollouts.gave_up(seen, r.prompts, r.max_rounds)
             outstanding = [j.asked for j in self._ready] + list(self._under_way.values()) + list(self._cut)
             draw, self._asker.taken = self._asker.draw, [o.place for o in outstanding]
         scored = replace(rollouts.scored(chosen, seen, outstanding), stale=stale)
@@ -197,17 +204,24 @@ class Always:
             self._under_way[asked.draw] = asked
             return self._asker.request(self._engine, asked)
 
+    def _latest(self) -> SamplerWeights:
+        if self._closed:  # a sampler in this process asks before every call: nothing under way is waited for
+            raise _Closed
+        return self._engine.weights
+
     def _run(self) -> None:
         try:
             with jax.set_mesh(self.learner.mesh):
                 while not self._closed:
-                    for request, group in self._engine.sample(self._more, lambda: self._engine.weights):
+                    for request, group in self._engine.sample(self._more, self._latest):
                         self._take(request, group)
                         if self._closed:
                             return
                     with self._lock:
                         while not self._closed and len(self._ready) + len(self._under_way) >= self._room:
                             self._lock.wait()
+        except _Closed:
+            return
         except BaseException as error:  # told to whoever waits for a batch
             with self._lock:
                 self._error = error

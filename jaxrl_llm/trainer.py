@@ -263,33 +263,35 @@ def _loop(
     if found:
         state, at = found.state, _position(found.step, found.host)
     engine, schedule = make_engine(learner, state.params, at.step), SCHEDULES[config.rollout.schedule](learner)
-    with (
-        metrics.RunLog(out, at.step if found else None) as log,
-        metrics.Progress(total - at.step, "training") as progress,
-    ):
-        if not found:
-            row = evaluate(learner, engine)
-            log.log(0, row)
-            progress.line(f"base policy: held-out accuracy {row['eval/accuracy']:.1%}")
-        try:
-            while at.step < total and not stopping():
-                state, engine, at, seen, row = one_step(learner, state, engine, at, schedule)
-                row["lr"] = float(learner.learning_rate(max(0, int(state.step) - 1)))
-                if at.step == total or (config.evaluation.every and at.step % config.evaluation.every == 0):
-                    row |= evaluate(learner, engine)
-                row["perf/compilations"] = metrics.compilations()
-                log.samples(at.step, sample_rows(seen, config.logged_samples))
-                log.log(at.step, row)
-                progress.line(metrics.step_line(at.step, total, row))
-                progress.advance()
-                if at.step % config.checkpoint.every == 0:
+    try:
+        with (
+            metrics.RunLog(out, at.step if found else None) as log,
+            metrics.Progress(total - at.step, "training") as progress,
+        ):
+            if not found:
+                row = evaluate(learner, engine)
+                log.log(0, row)
+                progress.line(f"base policy: held-out accuracy {row['eval/accuracy']:.1%}")
+            try:
+                while at.step < total and not stopping():
+                    state, engine, at, seen, row = one_step(learner, state, engine, at, schedule)
+                    row["lr"] = float(learner.learning_rate(max(0, int(state.step) - 1)))
+                    if at.step == total or (config.evaluation.every and at.step % config.evaluation.every == 0):
+                        row |= evaluate(learner, engine)
+                    row["perf/compilations"] = metrics.compilations()
+                    log.samples(at.step, sample_rows(seen, config.logged_samples))
+                    log.log(at.step, row)
+                    progress.line(metrics.step_line(at.step, total, row))
+                    progress.advance()
+                    if at.step % config.checkpoint.every == 0:
+                        checkpoints.save(at.step, state, _host(config, at))
+            finally:  # also when a reward raises or the group filter gives up; a failed update has used up its state
+                if at.step and not any(x.is_deleted() for x in jax.tree.leaves(state)):
                     checkpoints.save(at.step, state, _host(config, at))
-        finally:  # also when a reward raises or the group filter gives up; an update that failed has used up its state
-            if at.step and not any(x.is_deleted() for x in jax.tree.leaves(state)):
-                checkpoints.save(at.step, state, _host(config, at))
-            report.curves(out, title=out.name)
-            schedule.close()
-            engine.close()
+                report.curves(out, title=out.name)
+    finally:
+        engine.close()  # first, so that nobody waits for its answers
+        schedule.close()
     return at.step == total
 
 

@@ -225,6 +225,9 @@ def test_a_good_config_passes_and_comes_back_itself():
 def test_slots_and_traces_have_to_divide_among_the_devices():
     with pytest.raises(ValueError, match=r"rollout.slots is 3; expected a multiple of mesh.data × mesh.fsdp = 2"):
         validate(assign("mesh.data=2", "rollout.slots=3"))
+    validate(assign("mesh.data=2", "rollout.slots=16"))
+    with pytest.raises(ValueError, match=r"rollout.slots is 8; expected 0, or room for a group on each .* 2 shards"):
+        validate(assign("mesh.data=2", "rollout.slots=8"))
     with pytest.raises(ValueError, match="prime.traces_per_batch is 64; expected a positive multiple of .* = 6"):
         validate(assign("mesh.data=2", "rollout.prompts=36", "micro_batches=3"))
 

@@ -146,3 +146,21 @@ def test_zero_gap_old_log_probs_are_the_recorded_ones():
         np.testing.assert_array_equal(batch.old_logp, batch.rollouts.sampler_logp)
         assert row["gap/max"] == 0
         assert "perf/rescore_s" in row
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_a_filter_that_keeps_nothing_gives_up(schedule, monkeypatch):
+    monkeypatch.setattr(rollouts, "passes", lambda *_: False)
+    with pytest.raises(RuntimeError, match=r"kept 0 of 160 groups in rollout.max_rounds = 40 rounds; expected 4"):
+        run(schedule)
+
+
+def test_closing_waits_for_no_answer():
+    """The producer stops at its next call of the decoding loop, not when an answer ends."""
+    learner = trainer.build(replace(CONFIG, rollout=replace(CONFIG.rollout, schedule="async", max_response_tokens=8)))
+    with jax.set_mesh(learner.mesh):
+        engine = trainer.make_engine(learner, trainer.fresh_state(learner).params)
+        feed = SCHEDULES["async"](learner)
+        feed.next(engine, Position(), metrics.Stopwatch())
+        feed.close()
+    assert not feed._thread.is_alive()

@@ -22,6 +22,7 @@ from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler import core
 from jaxrl_llm.sampler.requests import Draft, Group, More, Request, check
 from jaxrl_llm.sampler.sampling import Draw, Sampling
+from jaxrl_llm.types import expect
 
 MIN_COLUMNS = 64  # tokens
 MIN_PREFIX = 16  # tokens
@@ -85,7 +86,9 @@ def _sample(
     slots, waiting = _Slots(engine), deque()
     while True:
         while slots.busy + len(waiting) < engine.slots and (request := more()) is not None:
-            check(request, vocab_size=engine.model.vocab_size, max_prompt_tokens=engine.max_prompt_tokens or None)
+            room = {"max_prompt_tokens": engine.max_prompt_tokens} if engine.max_prompt_tokens else {}
+            room |= {"max_tokens": engine.max_tokens} if engine.exact else {}
+            check(request, vocab_size=engine.model.vocab_size, **room)
             drafts = [Draft(request, g, script(request, g)) for g in range(request.group)]
             group = _Group(request, drafts, any(d.open and d.tokens for d in drafts))
             waiting += [(group, draft) for draft in group.drafts if draft.open]
@@ -207,6 +210,8 @@ class _Slots:
     """The rows and prefixes of one call of `sample`, and who is in them. Row i lies in shard i // (rows / ways)."""
 
     def __init__(self, engine: Engine):
+        exact = engine.max_prompt_tokens > 0 or not engine.exact
+        expect(exact, "max_prompt_tokens", engine.max_prompt_tokens, "a positive number for exact")
         self.engine, self.ways = engine, sharding.rows(1, engine.mesh)
         self.most = sharding.rows(engine.slots, engine.mesh)
         self.sizes = [sharding.rows(-(-self.most // 2**i), engine.mesh) for i in range(HALVINGS + 1)]
@@ -236,12 +241,12 @@ class _Slots:
             return _Shape(self.most, self.most, power(e.max_prompt_tokens - 1, MIN_PREFIX), _eights(e.max_tokens))
         demand, fullest = min(len(live) + len(waiting), self.most), self._fullest(self.rows)
         rows = min(n for n in self.sizes if n >= demand and n // self.ways >= fullest)
-        work = [*live, *list(waiting)[: rows - len(live)]]
-        prompts = {id(group): len(group.request.prompt) for group, _ in work}
-        prefixes = max(-(-len(prompts) // self.ways), self._fullest(self.prefixes))
+        soon = [*live, *list(waiting)[: rows - len(live)]]
+        prefixes = max(-(-len({id(group) for group, _ in soon}) // self.ways), self._fullest(self.prefixes))
+        work = [*live, *waiting]  # all: where a shard is full, an answer from further back comes first
         columns = max(min(len(d.tokens) + e.tokens_per_call, d.limit) for _, d in work)
         most = _eights(max(d.limit for _, d in work))
-        size = power(max(prompts.values()) - 1, MIN_PREFIX)
+        size = power(max(len(group.request.prompt) for group, _ in work) - 1, MIN_PREFIX)
         return _Shape(rows, self.ways * power(prefixes), size, min(power(columns, MIN_COLUMNS), most))
 
     def _fit(self, waiting: Sequence[Place]) -> None:

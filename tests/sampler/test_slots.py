@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from test_decode import MANY, MODEL, PARAMS, PROMPTS, TOKENIZER, answers, assert_same, generate, make, requests
 
-from jaxrl_llm import weights
+from jaxrl_llm import sharding, weights
 from jaxrl_llm.rollouts import request_of
 from jaxrl_llm.sampler import decode
-from jaxrl_llm.sampler.requests import Request
+from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH
 
@@ -180,6 +180,28 @@ def test_zero_gap(dtype):
     if dtype == "float32":  # why it takes a mode
         assert not all(np.array_equal(a.logp, logp) for a, logp in zip(flat, again, strict=True))
         assert_same(answers(decode.generate(loose, asked)), answers(drawn))
+
+
+def test_a_long_answer_that_goes_on_behind_a_full_shard():
+    """On two shards of three rows, answers further back are placed first: there has to be room for what they have."""
+    mesh = sharding.make_mesh(2)
+    asked = [replace(r, max_tokens=200) for r in requests(make(MODEL), [PROMPTS[2], PROMPTS[4]], group=4)]
+    whole = decode.generate(make(MODEL, slots=8), [replace(r, max_tokens=100) for r in asked])
+    part = lambda a, n: Answer(a.tokens[:n], a.logp[:n], a.versions[:n], CANCELLED)
+    forced = np.resize(np.arange(2, 16), 100).astype(np.int32)  # a hundred tokens, whatever would have been drawn
+    zeros = np.zeros(100, np.int32)
+    told = [
+        part(whole[1][0], 2),
+        part(whole[1][1], 2),
+        *[Answer(forced, zeros.astype(np.float32), zeros, CANCELLED)] * 2,
+    ]
+    asked[1] = replace(asked[1], begun=tuple(told), budget=50)
+    one = decode.generate(make(MODEL, slots=8), asked)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        held = weights.push(MODEL, params, mesh)
+        two = decode.generate(replace(make(MODEL, slots=6), weights=held, mesh=mesh), asked)
+    assert_same(answers(two), answers(one))
 
 
 @pytest.mark.parametrize(
