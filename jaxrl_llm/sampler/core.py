@@ -249,8 +249,12 @@ def decode_k(
     model, blocks = _blocks(config, params)
     head = model.head_matrix()
     (rows, steps), columns = forced.shape, room(state.own[0][1])
-    prefixes = state.prefixes
+    prefixes, answers = state.prefixes, state.answers
     eos = jnp.asarray(eos_ids, jnp.int32)
+    lengths = jax.vmap(lambda n, p: n[p // lanes.shape[2]])(prefixes.lengths.reshape(lanes.shape[:2]), place)
+    first = lengths.reshape(-1) + answers.step - answers.start
+    # Of all the steps at once: within the loop XLA would compute a cosine and a sine for each head and layer again.
+    angles = transformer.rope(first[None] + jnp.arange(steps)[:, None], config)
 
     def one(carry: tuple[Array, KeysValues, Answers, Drawn]) -> tuple[Array, KeysValues, Answers, Drawn]:
         i, kv, s, out = carry
@@ -259,11 +263,10 @@ def decode_k(
         age = (column - jnp.arange(columns)) % columns
         view = View(prefixes.lengths, lanes, place, column, age[None] <= count[:, None])
         attend = cache.decode(view)
-        row_prefix = jax.vmap(lambda n, p: n[p // lanes.shape[2]])(prefixes.lengths.reshape(lanes.shape[:2]), place)
-        angles = transformer.rope((row_prefix.reshape(-1) + count)[:, None], config)
+        here = jax.tree.map(lambda a: a[i][:, None], angles)
         x, new = model.embedded(s.token[:, None]), []
         for block, prompt, own in zip(blocks, prefixes.kv, kv, strict=True):
-            x, layer = block(x, angles, attend, LayerCache(*prompt, *own))
+            x, layer = block(x, here, attend, LayerCache(*prompt, *own))
             new.append((layer.own_k, layer.own_v))
         with jax.named_scope("sample"):
             logits = tempered_logits(model.norm(x)[:, 0], head, 1.0)
@@ -276,9 +279,9 @@ def decode_k(
     nothing = Drawn(
         constrain(jnp.zeros((rows, steps), jnp.int32), "batch"),
         constrain(jnp.zeros((rows, steps), jnp.float32), "batch"),
-        jnp.zeros_like(state.answers.limit),
-        state.answers.live,
+        jnp.zeros_like(answers.limit),
+        answers.live,
     )
     go = lambda c: (c[0] < steps) & c[2].live.any()
-    _, own, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.own, state.answers, nothing))
+    _, own, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.own, answers, nothing))
     return DecodeState(prefixes, own, answers), drawn

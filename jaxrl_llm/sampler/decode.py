@@ -24,7 +24,7 @@ from jaxrl_llm.sampler.requests import Draft, Group, More, Request, check
 from jaxrl_llm.sampler.sampling import Draw, Sampling
 from jaxrl_llm.types import expect
 
-MIN_COLUMNS = 64  # tokens
+MIN_COLUMNS = 32  # tokens
 MIN_PREFIX = 16  # tokens
 HALVINGS = 3  # of the rows, as answers end and none wait
 AT_ONCE = (1, 4, 16, 64)  # prompts in one prefill
