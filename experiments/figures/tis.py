@@ -25,16 +25,18 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 EXPERIMENT = Path(__file__).parent.parent / "laptop_dapo.py"
-# Ten times laptop_dapo's rate and no filter: at its own settings no sampler makes a difference that can be seen.
-COMMON = ("steps=60", "evaluation.every=0", "optimizer.lr=2e-4", "algorithm.group_filter=none")
-TIS = "algorithm.correction=jaxrl_llm.corrections:tis"
+# Five times laptop_dapo's rate and no filter: at its own settings no sampler makes a difference that can be seen.
+COMMON = ("steps=120", "evaluation.every=0", "optimizer.lr=1e-4", "algorithm.group_filter=none")
+CORRECTION = "algorithm.correction=jaxrl_llm.corrections:"
+INT4 = ("rollout.dtype=int4",)
 ARMS = {
     "float32": (),
     "int8": ("rollout.dtype=int8", "rollout.kv_dtype=int8"),
-    "int4": ("rollout.dtype=int4", "rollout.kv_dtype=int8"),
-    "int4 + TIS": ("rollout.dtype=int4", "rollout.kv_dtype=int8", TIS),
+    "int4": INT4,
+    "int4 + TIS": (*INT4, CORRECTION + "tis"),
+    "int4 + sequence TIS": (*INT4, CORRECTION + "tis_sequence"),
 }
-COLORS = {"float32": "#1b2430", "int8": "#2f6bd8", "int4": "#d0475a", "int4 + TIS": "#2a9d6a"}
+COLORS = dict(zip(ARMS, ("#1b2430", "#2f6bd8", "#d0475a", "#e0a030", "#2a9d6a"), strict=True))
 PROBLEMS = 1000  # all that are held out, for the accuracy at the end
 
 
@@ -123,7 +125,7 @@ def main(seeds: int = 5, out: Path = Path("runs/tis"), arms: tuple[str, ...] = t
     for seed in range(seeds):
         for arm in arms:
             config = configs.load(EXPERIMENT, (*COMMON, f"seed={seed}", *ARMS[arm]))
-            folder = out / f"{arm.replace(' + ', '_')}-{seed}"
+            folder = out / f"{arm.replace(' + ', '_').replace(' ', '_')}-{seed}"
             found[arm].append(measured(folder, run(config, folder)))
     (out / "tis.json").write_text(json.dumps(found))
     (out / "tis.md").write_text(table(found) + "\n")

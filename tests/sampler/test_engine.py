@@ -5,17 +5,19 @@ import queue
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from fake_backend import until
+from fake_backend import running, until
 from test_decode import CHAIN, MODEL, PARAMS, PROMPTS, TOKENIZER, chain, random_params
 
 from jaxrl_llm import sharding, weights
 from jaxrl_llm.sampler import decode
+from jaxrl_llm.sampler.client import Client
+from jaxrl_llm.sampler.remote import named
 from jaxrl_llm.sampler.requests import Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP
@@ -61,6 +63,12 @@ def ask(made, requests):
     return [f.result(TIMEOUT_S) for f in futures]
 
 
+def ask_over_grpc(made, requests):
+    with running(made) as worker, closing(Client([worker.address])) as calls:
+        calls.push(named(made.engine.weights.held.params), made.engine.weights.held.version)
+        return calls.ordered(requests)
+
+
 def assert_same(got, expected):
     for i, (g, e) in enumerate(zip(got, expected, strict=True)):
         for a, b in zip(g, e, strict=True):
@@ -95,10 +103,11 @@ def expected():
 
 @pytest.mark.parametrize("slots", [1, 4, 16])
 def test_answers_are_those_of_the_in_process_loop(slots, backend, expected):
-    if slots == 4:
-        return assert_same(ask(backend, mixed()), expected)
-    with closing(DriverBackend(MODEL, TOKENIZER, WEIGHTS, slots=slots, **SIZES)) as made:
+    with ExitStack() as opened:
+        sized = lambda: opened.enter_context(closing(DriverBackend(MODEL, TOKENIZER, WEIGHTS, slots=slots, **SIZES)))
+        made = backend if slots == 4 else sized()
         assert_same(ask(made, mixed()), expected)
+        assert_same(ask_over_grpc(made, mixed()), expected)
 
 
 def test_answers_on_a_mesh(expected):
@@ -130,10 +139,12 @@ def test_answers_go_on_where_they_were_cut(backend):
 def test_end_of_sequence_as_first_token():
     held = chain({"a": {"$": 1.0}, "c": {"d": 1.0}, "d": {"$": 1.0}})[0].weights
     c = tuple(TOKENIZER.encode("c"))
+    asked = [Request(prompt, 2, 40) for prompt in (A, c, A)]
     with closing(DriverBackend(CHAIN, TOKENIZER, held, slots=4, **SIZES)) as made:
-        groups = ask(made, [Request(prompt, 2, 40) for prompt in (A, c, A)])
-    rows = [[(a.tokens.tolist(), a.finish) for a in g] for g in groups]
-    assert rows == [[([1], EOS)] * 2, [(TOKENIZER.encode("d") + [1], EOS)] * 2, [([1], EOS)] * 2]
+        ways = ask(made, asked), ask_over_grpc(made, asked)
+    for groups in ways:
+        rows = [[(a.tokens.tolist(), a.finish) for a in g] for g in groups]
+        assert rows == [[([1], EOS)] * 2, [(TOKENIZER.encode("d") + [1], EOS)] * 2, [([1], EOS)] * 2]
 
 
 def test_a_group_is_prefilled_once(backend, monkeypatch):
