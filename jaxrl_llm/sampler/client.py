@@ -21,6 +21,7 @@ from jaxrl_llm.sampler.requests import Group, More, Request
 PROBE_S = 2.0  # a server that takes longer to say that it is there gets no requests
 BACKOFF_S = 0.1, 5.0  # between attempts to reach a server that is down: the first and the longest
 FULL_S = 0.2  # a server that has no room is left alone for so long
+ASK_S = 0.2  # a source that had nothing may have something after so long: a learner that has caught up
 Code = grpc.StatusCode
 WRONG = {Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE, Code.UNIMPLEMENTED}  # no other attempt would do better
 FORBIDDEN = {Code.UNAUTHENTICATED, Code.PERMISSION_DENIED}
@@ -129,7 +130,8 @@ class Client:
         """Groups as they come, until `more` has none and none is in flight.
 
         All is done in the caller's thread, between two groups: `more` is asked when a server has room or nothing is in
-        flight, and what has failed is sent again. Closing the iterator cancels what is in flight.
+        flight, and again after a moment if it had nothing; what has failed is sent again. Closing the iterator cancels
+        what is in flight.
         """
         waiting: deque[_Ticket] = deque()
         running: dict[grpc.Future, tuple[_Ticket, _Server]] = {}
@@ -206,7 +208,7 @@ class Client:
             self._changed.notify_all()
 
     def _wait(self, done: deque[grpc.Future], waiting: bool) -> grpc.Future | None:
-        """A call that has ended; None if there is room for one that waits."""
+        """A call that has ended; None if there is room for one that waits, or it is time to ask for more."""
         answered = time.monotonic()
         with self._changed:
             while not done and not (waiting and self._able()):
@@ -216,7 +218,9 @@ class Client:
                 if time.monotonic() - answered > self.patience_s:
                     said = "; ".join(f"{server.name}: {server.said}" for server in self._servers)
                     raise ConnectionError(f"no server answers for {self.patience_s:g} s: {said}")
-                self._changed.wait(FULL_S)
+                self._changed.wait(ASK_S)
+                if not waiting and self._able():
+                    break
             return done.popleft() if done else None
 
     def _failed(self, call: grpc.Future, ticket: _Ticket, server: _Server) -> bool:

@@ -80,6 +80,26 @@ def test_more_is_asked_again_after_each_group():
     assert draws == [0, 1, 2, 3]
 
 
+def test_more_is_asked_again_while_a_straggler_runs():
+    """A learner that catches up has room for more; nobody tells the client so."""
+    backend = FakeBackend(60.0)
+    late, begun = Request((2,), max_tokens=4, draw=1), time.monotonic()
+    left = [Request((1,), max_tokens=4, draw=0)]
+
+    def more():
+        if left:
+            return left.pop()
+        if len(backend.submitted) == 1 and time.monotonic() > begun + 1:
+            backend.delay_s = 0.0
+            return late
+        return None
+
+    with running(backend) as a, client_of(a.address) as client:
+        groups = client.sample(more)
+        assert next(groups)[0] is late
+        groups.close()
+
+
 def test_closing_the_iterator_cancels_what_is_in_flight():
     with running(FakeBackend(0.3)) as a, client_of(a.address, in_flight=8) as client:
         requests = iter(requests_(100))
