@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
+LEAST_BLOCK, MOST_BLOCKS = 256, 8  # queries in a block; blocks, each of which is compiled by itself
 MASKED = -1e30  # finite, so that a row with nothing to see gives a mean of its values rather than NaN
 
 
@@ -48,13 +49,20 @@ def _over_both(
 def causal(
     q: Float[Array, "R N H C"], k: Float[Array, "R N K C"], v: Float[Array, "R N K C"]
 ) -> Float[Array, "R N H C"]:
-    """Plain causal attention. Rows are right-padded, so no real query sees a padded key."""
+    """Causal attention, in blocks of queries: what lies behind a block's last query is not computed.
+
+    Rows are right-padded, so no real query sees a padded key.
+    """
     rows, n, heads, width = q.shape
     q = q.reshape(rows, n, k.shape[2], heads // k.shape[2], width) * width**-0.5
-    logits = jnp.einsum("rnkhc,rmkc->rkhnm", q, k).astype(jnp.float32)
-    mask = jnp.tril(jnp.ones((n, n), bool))[None, None, None]
-    weights = jax.nn.softmax(jnp.where(mask, logits, MASKED), axis=-1).astype(v.dtype)
-    return jnp.einsum("rkhnm,rmkc->rnkhc", weights, v).reshape(rows, n, heads, width)
+    size, out = max(LEAST_BLOCK, -(-n // MOST_BLOCKS)), []
+    for start in range(0, max(n, 1), size):
+        end = min(start + size, n)
+        logits = jnp.einsum("rnkhc,rmkc->rkhnm", q[:, start:end], k[:, :end]).astype(jnp.float32)
+        mask = jnp.tril(jnp.ones((end - start, end), bool), start)[None, None, None]
+        weights = jax.nn.softmax(jnp.where(mask, logits, MASKED), axis=-1).astype(v.dtype)
+        out.append(jnp.einsum("rkhnm,rmkc->rnkhc", weights, v[:, :end]))
+    return jnp.concatenate(out, axis=1).reshape(rows, n, heads, width)
 
 
 def grouped(prefix_lengths: Int[Array, " R"], prefix_size: int, group_size: int) -> Attend:

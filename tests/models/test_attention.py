@@ -51,9 +51,13 @@ def in_padding(x, value):
     return x
 
 
-def test_causal():
+@pytest.mark.parametrize("blocks", [(256, 8), (3, 8), (1, 2), (2, 100)])
+def test_causal(monkeypatch, blocks):
+    monkeypatch.setattr(attention, "LEAST_BLOCK", blocks[0])
+    monkeypatch.setattr(attention, "MOST_BLOCKS", blocks[1])
     q, k, v = heads(7)
     got = attention.causal(q, k, v)
+    assert attention.causal(q[:, :0], k[:, :0], v[:, :0]).shape == (R, 0, H, C)
     for r in range(R):
         close(got[r], plain(q[r], k[r], v[r]))
 
