@@ -66,7 +66,7 @@ class DriverBackend:
         """engine: keywords of `JetStreamEngine`."""
         self.engine = JetStreamEngine(model, tokenizer, weights, **engine)
         self.vocab_size = model.vocab_size
-        self.max_prompt_tokens, self.max_tokens = self.engine.max_prompt_tokens, self.engine.max_tokens
+        self.max_prompt_tokens, self.max_tokens = self.engine.sampler.max_prompt_tokens, self.engine.sampler.max_tokens
         self.manifest = manifest(weights.params)
         self.driver = Driver(self.engine)
         self._jobs: dict[Future[Group], Job] = {}
@@ -115,7 +115,7 @@ class DriverBackend:
     def stats(self) -> dict[str, float]:
         """Slots and those free, answers that wait for one, groups prefilled, tokens, calls of `generate`, version."""
         slots = self.engine.slots
-        free = sum(ticket is None or ticket.ended for ticket in slots)
+        free = sum(ticket is None or not ticket.draft.open for ticket in slots)
         sizes = {"slots": len(slots), "slots_free": free, "queued": self.driver.queued}
         return {**sizes, **self.engine.counts, "version": self.version}
 
@@ -159,7 +159,7 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
         held, sent, ids = [], "", []
         while (new := await said.get()) is not None:
             held, ids = held + new, ids + new
-            text = self._backend.engine.tokenizer.decode(ids) if as_text else ""
+            text = self._backend.engine.sampler.tokenizer.decode(ids) if as_text else ""
             if not text.endswith("\ufffd"):  # a character that is not whole yet
                 yield _response(text[len(sent) :], held)
                 held, sent = [], text
@@ -170,7 +170,7 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
         content = asked.WhichOneof("content")
         types.expect(not asked.session_cache, "session_cache", asked.session_cache, "none: sessions are not kept")
         types.expect(content is not None, "content", content, "text_content or token_content")
-        tokenizer = self._backend.engine.tokenizer
+        tokenizer = self._backend.engine.sampler.tokenizer
         text = content == "text_content"
         prompt = tokenizer.encode(asked.text_content.text) if text else asked.token_content.token_ids
         draw = next(self._draws) % 2**32

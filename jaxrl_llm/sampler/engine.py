@@ -1,33 +1,32 @@
-"""The sampler's core as an engine of JetStream's orchestrator.
+"""The sampler's slots as an engine of JetStream's orchestrator.
 
 A request enters the orchestrator's Driver as one `Ticket` per answer. The Driver takes it for a text, hands it to our
-`Tokenizer`, which passes it through, and to `prefill`, whose result is the ticket again; `insert` puts the answer
-into a row. Tokens, log-probs and the weights' version go to the answer's draft when the results of a step reach the
-host; the Driver itself sees tokens alone, and learns from them when a slot is free.
+`Tokenizer`, which passes it through, and to `prefill`, whose result is the ticket again; `insert` has the answer wait
+for a row, and `generate` fills the rows, prompts included, and decodes. Tokens, log-probs and the weights' version go
+to the answer's draft there; the Driver itself sees tokens alone, and learns from them when a slot is free.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import sharding, types
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.models.transformer import ModelConfig
-from jaxrl_llm.sampler import core, jetstream
-from jaxrl_llm.sampler.decode import MIN_PREFIX, power, prefix_of, rows_of
+from jaxrl_llm.sampler import jetstream
+from jaxrl_llm.sampler.decode import Engine
 from jaxrl_llm.sampler.requests import Draft, Group, Request, check
 from jaxrl_llm.sampler.sampling import Sampling
+from jaxrl_llm.sampler.slots import MIN_PREFIX, Place, Slots, Work, power
 from jaxrl_llm.weights import SamplerWeights
 
 js = jetstream.load()
@@ -44,26 +43,15 @@ class Job:
         It must not raise, or the process is killed.
         """
         self.request, self.listen = request, listen
-        self.drafts = [Draft(request, g) for g in range(request.group)]
-        self.tickets = [Ticket(self, draft) for draft in self.drafts if draft.open]
+        self.lock, self.cancelled = threading.Lock(), False
+        self.work = Work(request, [JobDraft(self, g) for g in range(request.group)])
+        self.tickets = [Ticket(self, draft) for draft in self.work.drafts if draft.open]
         self.future: Future[Group] = Future()
         self.future.set_running_or_notify_cancel()  # whoever waits cannot cancel it: only `cancel` frees the slots
-        self.filled: core.Prefilled | None = None  # from the first ticket's prefill to the last one's insert
-        self.outside = len(self.tickets)  # not yet inserted
         self.left = len(self.tickets)  # not yet closed by the Driver
-        self._lock, self._resolved = threading.Lock(), False
+        self._resolved = False
         if not self.tickets:
             self._resolve()
-
-    def take(self, ticket: Ticket, tokens: list[int], logp: list[float], version: int, tokenizer: Any) -> list[int]:
-        """Adds what was drawn to the ticket's answer, unless it has ended; what of it counts."""
-        with self._lock:
-            if ticket.ended or not tokens:
-                return []
-            seen = len(ticket.draft.tokens)
-            ticket.draft.take(tokens, logp, version, tokenizer)
-            ticket.ended = not ticket.draft.open
-            return ticket.draft.tokens[seen:]
 
     def closed(self) -> None:
         """The Driver has done with one of the tickets."""
@@ -73,17 +61,33 @@ class Job:
 
     def cancel(self) -> None:
         """Ends all answers where they are."""
-        with self._lock:
-            for ticket in self.tickets:
-                ticket.ended = True
+        with self.lock:
+            self.cancelled = True
         self._resolve()
 
     def _resolve(self) -> None:
-        with self._lock:
+        with self.lock:
             if self._resolved:
                 return
             self._resolved = True
-        self.future.set_result(tuple(draft.answer() for draft in self.drafts))
+        self.future.set_result(self.work.answers())
+
+
+class JobDraft(Draft):
+    """An answer that another thread may cancel."""
+
+    def __init__(self, job: Job, number: int):
+        super().__init__(job.request, number)
+        self._job = job
+
+    @property
+    def open(self) -> bool:
+        return super().open and not self._job.cancelled
+
+    def take(self, *drawn: Any) -> None:
+        with self._job.lock:
+            if not self._job.cancelled:
+                super().take(*drawn)
 
 
 class Ticket(str):
@@ -91,7 +95,7 @@ class Ticket(str):
 
     def __new__(cls, job: Job, draft: Draft) -> Ticket:
         ticket = super().__new__(cls)
-        ticket.job, ticket.draft, ticket.ended = job, draft, False
+        ticket.job, ticket.draft = job, draft
         return ticket
 
     def add_result(self, samples: list[Any]) -> None:
@@ -177,34 +181,20 @@ def manifest(params: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
 
 
 class Results(js.engine_api.ResultTokens):
-    """What one call of `generate` has drawn, and the tickets that were in the slots when it was made."""
+    """What one call of `generate` has drawn for each slot, on the host already."""
 
-    def __init__(self, engine: JetStreamEngine, drawn: core.Drawn, tickets: Sequence[Ticket | None], version: int):
-        self._engine, self._drawn, self._tickets, self._version = engine, drawn, tickets, version
-        self._slots: dict[int, Any] | None = None
+    def __init__(self, slots: dict[int, Any]):
+        self._slots = slots
 
     def copy_to_host_async(self) -> None:
-        for x in self._drawn:
-            x.copy_to_host_async()
+        pass
 
     def convert_to_numpy(self) -> Results:
-        """Hands the tickets what was drawn for them, the first time it is called."""
-        if self._slots is None:
-            tokens, logp, count, _ = jax.device_get(self._drawn)
-            self._slots = {}
-            for slot, ticket in enumerate(self._tickets):
-                if ticket is not None:
-                    n, tokenizer = count[slot], self._engine.tokenizer
-                    drawn = tokens[slot, :n].tolist(), logp[slot, :n].tolist()
-                    taken = ticket.job.take(ticket, *drawn, self._version, tokenizer)
-                    self._engine.counts["tokens"] += len(taken)
-                    self._slots[slot] = _slot_data(taken, ticket.ended)
         return self
 
     def get_result_at_slot(self, slot: int) -> Any:
         """The slot's new tokens, [1, n], with an invalid one behind them when the answer has ended."""
-        slots = self.convert_to_numpy()._slots
-        return slots[slot] if slot in slots else _slot_data([], ended=True)
+        return self._slots[slot] if slot in self._slots else _slot_data([], ended=True)
 
 
 def _slot_data(tokens: list[int], ended: bool) -> Any:
@@ -214,58 +204,16 @@ def _slot_data(tokens: list[int], ended: bool) -> Any:
     return js.engine_api.SlotData(row(tokens + end), row([1] * len(tokens) + end), np.zeros(1, np.int32))
 
 
-_prefill = jax.jit(core.prefill, static_argnums=0)
+class DecodeState:
+    """What the Driver holds between two calls: rows on the device, and the answers that wait for one."""
 
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _init(model: ModelConfig, kv_dtype: str, slots: int, size: int, columns: int) -> core.DecodeState:
-    """Empty slots, each with a prefix of its own."""
-    return core.DecodeState(
-        core.init_prefixes(model, kv_dtype, slots, size),
-        core.init_own(model, kv_dtype, slots, columns),
-        core.init_answers(slots),
-    )
-
-
-@partial(jax.jit, donate_argnums=0)
-def _insert(
-    state: core.DecodeState,
-    prefix: Any,
-    lengths: jax.Array,
-    into: jax.Array,
-    rows: core.Rows,
-    own: Any,
-    number: jax.Array,
-) -> core.DecodeState:
-    """A prompt and one answer into their slot. own: what the group's answers have been fed, if they were begun."""
-    kv = state.own
-    if own is not None:
-        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, number, 1), own)
-        kv = core.insert_own(kv, state.answers.step, rows, own)
-    prefixes = core.insert_prefixes(state.prefixes, prefix, lengths, into)
-    return core.DecodeState(prefixes, kv, core.insert_rows(state.answers, rows))
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=6)
-def _decode(
-    model: ModelConfig,
-    eos_ids: tuple[int, ...],
-    filtered: bool,
-    ways: int,
-    steps: int,
-    params: Any,
-    state: core.DecodeState,
-    keep: jax.Array,
-) -> tuple[core.DecodeState, core.Drawn]:
-    """`core.decode_k` where row i alone reads prefix i, and rows that are not kept are dead."""
-    n = keep.shape[0]
-    lane = jnp.broadcast_to(jnp.arange(n // ways), (ways, n // ways))
-    state = replace(state, answers=replace(state.answers, live=state.answers.live & keep))
-    return core.decode_k(model, eos_ids, filtered, params, state, lane[:, :, None], lane, jnp.full((n, steps), -1))
+    def __init__(self, engine: Engine):
+        self.slots = Slots(engine)
+        self.waiting: deque[Place] = deque()
 
 
 class JetStreamEngine(js.engine_api.Engine):
-    """The core with a fixed number of slots. Slot i is row i, and its prompt is prefix i."""
+    """`Slots` with as many rows as the Driver has slots. A group's prompt is prefilled once, and kept once."""
 
     def __init__(
         self,
@@ -280,97 +228,69 @@ class JetStreamEngine(js.engine_api.Engine):
         kv_dtype: str = "",  # float32, bfloat16 or int8; that of the activations if left out
         mesh: Mesh | None = None,
     ):
-        sizes = {"slots": slots, "max_prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens}
-        for name, value in {**sizes, "tokens_per_call": tokens_per_call}.items():
+        sizes = {"max_tokens": max_tokens, "slots": slots, "max_prompt_tokens": max_prompt_tokens}
+        sizes |= {"tokens_per_call": tokens_per_call}
+        for name, value in sizes.items():
             types.expect(value >= 1, name, value, "at least 1")
-        self.model, self.tokenizer, self._mesh = model, tokenizer, mesh
-        self.max_prompt_tokens, self.max_tokens, self.tokens_per_call = max_prompt_tokens, max_tokens, tokens_per_call
-        self.kv_dtype = kv_dtype or model.dtype
+        none = SamplerWeights(None)  # they come with each call
+        self.sampler = Engine(model, tokenizer, none, **sizes, kv_dtype=kv_dtype, mesh=mesh)
         self.weights = Weights(weights)
-        self.ways = sharding.rows(1, mesh)
         self.slots: list[Ticket | None] = [None] * sharding.rows(slots, mesh)
-        self.counts = {"prefills": 0, "tokens": 0, "steps": 0}  # each is written by one thread of the Driver
+        self.counts = {"prefills": 0, "tokens": 0, "steps": 0}  # the Driver's generating thread writes them
 
     def check(self, request: Request) -> None:
         """Raises ValueError if the request cannot be served."""
-        sizes = {"max_prompt_tokens": self.max_prompt_tokens, "max_tokens": self.max_tokens}
-        check(request, vocab_size=self.model.vocab_size, **sizes)
+        s = self.sampler
+        sizes = {"max_prompt_tokens": s.max_prompt_tokens, "max_tokens": s.max_tokens}
+        check(request, vocab_size=s.model.vocab_size, **sizes)
 
     def load_params(self) -> Weights:
         return self.weights
 
     def prefill(self, *, params: Weights, existing_prefix: Any = None, padded_tokens: Any, true_length: int) -> Ticket:
-        """The ticket, its group's prompt prefilled. Token ids in its place are to be decoded greedily.
+        """The ticket as it is: `generate` prefills its group's prompt. Token ids in its place are decoded greedily.
 
         Raises ValueError for a prefix, and for token ids that cannot be served.
         """
         types.expect(existing_prefix is None, "existing_prefix", existing_prefix, "None")
-        ticket = padded_tokens
-        if not isinstance(ticket, Ticket):
-            prompt = tuple(np.asarray(padded_tokens)[:true_length].tolist())
-            request = Request(prompt, max_tokens=self.max_tokens, sampling=GREEDY)
-            self.check(request)
-            ticket = Job(request).tickets[0]
-        if ticket.job.filled is None and not ticket.ended:
-            ticket.job.filled = self._filled(params, ticket.job)
-            self.counts["prefills"] += 1
-        return ticket
+        if isinstance(padded_tokens, Ticket):
+            return padded_tokens
+        prompt = tuple(np.asarray(padded_tokens)[:true_length].tolist())
+        request = Request(prompt, max_tokens=self.sampler.max_tokens, sampling=GREEDY)
+        self.check(request)
+        return Job(request).tickets[0]
 
-    def _filled(self, params: Weights, job: Job) -> core.Prefilled:
-        """Keys and values of the prompt, and of what the answers were fed before."""
-        prompt, group = job.request.prompt, job.drafts
-        said = [d.tokens if d.open else [] for d in group]
-        room = power(max(map(len, said)), MIN_PREFIX) if any(said) else 0
-        begun = np.zeros((self.ways, len(group) if room else 1, room), np.int32)
-        for g, tokens in enumerate(said if room else []):
-            begun[0, g, : len(tokens)] = [prompt[-1], *tokens][: len(tokens)]
-        prefix = prefix_of([prompt], self.ways, power(len(prompt) - 1, MIN_PREFIX))
-        with self._context():
-            return _prefill(self.model, params.held.params, prefix, self._first(len(prompt) - 1, 0), begun)
-
-    def _first(self, value: int, fill: int) -> np.ndarray:
-        """One value, and `fill` for the rows of a mesh that have nothing to do."""
-        return np.array([value] + [fill] * (self.ways - 1), np.int32)
-
-    def insert(self, prefix: Ticket, decode_state: core.DecodeState, slot: int) -> core.DecodeState:
-        """The ticket's answer in that slot. An answer that has ended on its way only takes the slot."""
+    def insert(self, prefix: Ticket, decode_state: DecodeState, slot: int) -> DecodeState:
+        """The ticket's answer has that slot of the Driver, and a row as soon as one is free."""
         self.slots[slot] = prefix
-        job, draft, n = prefix.job, prefix.draft, len(self.slots)
-        if prefix.ended:
-            return decode_state
-        own = job.filled.own if job.filled.own[0][0].shape[-1] else None
-        lengths, into = self._first(len(job.request.prompt) - 1, 0), self._first(slot, n)
-        with self._context():
-            rows = rows_of([(slot, draft)], 1, n)
-            decode_state = _insert(decode_state, job.filled.prefix, lengths, into, rows, own, np.int32(draft.number))
-        job.outside -= 1
-        if not job.outside:
-            job.filled = None
+        decode_state.waiting.append((prefix.job.work, prefix.draft))
         return decode_state
 
-    def generate(self, params: Weights, decode_state: core.DecodeState) -> tuple[core.DecodeState, Results]:
+    def generate(self, params: Weights, decode_state: DecodeState) -> tuple[DecodeState, Results]:
         """Up to `tokens_per_call` tokens for every answer that has not ended."""
-        tickets = [None if ticket is None or ticket.ended else ticket for ticket in self.slots]
-        self.slots = tickets.copy()
-        held, keep = params.held, np.array([ticket is not None for ticket in tickets])
-        filtered = any(ticket.job.request.sampling.filtered for ticket in tickets if ticket is not None)
-        static = (self.model, self.tokenizer.eos_ids, filtered, self.ways, self.tokens_per_call)
+        under_way = {i: (t, len(t.draft.tokens)) for i, t in enumerate(self.slots) if t is not None and t.draft.open}
+        slots, held = decode_state.slots, params.held
+        waiting = decode_state.waiting = deque(place for place in decode_state.waiting if place[1].open)
+        before = slots.prefills
         with self._context():
-            decode_state, drawn = _decode(*static, held.params, decode_state, keep)
+            if waiting or slots.busy:
+                slots.fill(held, waiting)
+                slots.step(held)
+        drawn = {i: (t.draft.tokens[seen:], not t.draft.open) for i, (t, seen) in under_way.items()}
+        self.slots = [t if t is not None and t.draft.open else None for t in self.slots]
         self.counts["steps"] += 1
-        return decode_state, Results(self, drawn, tickets, held.version)
+        self.counts["prefills"] += slots.prefills - before
+        self.counts["tokens"] += sum(len(tokens) for tokens, _ in drawn.values())
+        return decode_state, Results({i: _slot_data(*new) for i, new in drawn.items()})
 
-    def init_decode_state(self) -> core.DecodeState:
+    def init_decode_state(self) -> DecodeState:
         """Empty slots."""
-        n = len(self.slots)
-        self.slots = [None] * n
-        columns = -(-self.max_tokens // 8) * 8
-        with self._context():
-            return _init(self.model, self.kv_dtype, n, power(self.max_prompt_tokens - 1, MIN_PREFIX), columns)
+        self.slots = [None] * len(self.slots)
+        return DecodeState(self.sampler)
 
     def _context(self) -> AbstractContextManager:
         """The mesh, in whichever thread."""
-        return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def get_prefix_destination_sharding(self) -> None:
         """None: a ticket is no array, and stays where it is."""
@@ -379,7 +299,7 @@ class JetStreamEngine(js.engine_api.Engine):
         return js.tokenizer_pb2.TokenizerParameters()
 
     def build_tokenizer(self, metadata: Any) -> Tokenizer:
-        return Tokenizer(self.tokenizer)
+        return Tokenizer(self.sampler.tokenizer)
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -391,11 +311,13 @@ class JetStreamEngine(js.engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        return power(self.max_prompt_tokens, MIN_PREFIX)  # one of JetStream's own sizes: it looks it up among them
+        return power(
+            self.sampler.max_prompt_tokens, MIN_PREFIX
+        )  # one of JetStream's own sizes: it looks it up among them
 
     @property
     def mesh(self) -> Mesh | None:
-        return self._mesh
+        return self.sampler.mesh
 
     @property
     def colocated_cpus(self) -> None:

@@ -14,7 +14,7 @@ from jaxrl_llm.data import tokenizers
 from jaxrl_llm.models import transformer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.rollouts import request_of, sample_groups
-from jaxrl_llm.sampler import decode
+from jaxrl_llm.sampler import decode, slots
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.train_step import response_logprobs
 from jaxrl_llm.types import EOS, LENGTH, STOP, Prompt
@@ -185,13 +185,13 @@ def test_shapes_that_were_seen_compile_nothing(engine, base):
 
 
 def test_each_prompt_is_prefilled_once(engine, monkeypatch):
-    rows, prefill = [], decode._prefill
+    rows, prefill = [], slots._prefill
 
     def recording(config, params, prefix, *rest):
         rows.extend(tuple(r[r > 0].tolist()) for r in np.asarray(prefix))
         return prefill(config, params, prefix, *rest)
 
-    monkeypatch.setattr(decode, "_prefill", recording)
+    monkeypatch.setattr(slots, "_prefill", recording)
     prompts = [p + (i + 2, 2) for i, p in enumerate(PROMPTS)]  # all different, none of one token
     generate(replace(engine, slots=4), prompts, group=GROUP)
     assert Counter(r for r in rows if r) == Counter(p[:-1] for p in prompts)
@@ -314,8 +314,8 @@ def test_a_stop_string_followed_by_end_of_sequence():
 
 def test_a_stop_string_ends_the_work(monkeypatch):
     made, _ = chain({"a": {"b": 1.0}, "b": {"a": 1.0}, "c": {"b": 1.0}}, stop=("bab",), tokens_per_call=4)
-    calls, decode_k = [], decode._decode
-    monkeypatch.setattr(decode, "_decode", lambda *args: calls.append(1) or decode_k(*args))
+    calls, decode_k = [], slots._decode
+    monkeypatch.setattr(slots, "_decode", lambda *args: calls.append(1) or decode_k(*args))
     rows = answers(generate(made, [TOKENIZER.encode(t) for t in ("a", "ba", "c")]))
     assert {(r[2], r[3]) for r in rows} == {(STOP, "bab")}
     assert len(calls) == 1  # 20 tokens would take five

@@ -9,7 +9,7 @@ from test_decode import MANY, MODEL, PARAMS, PROMPTS, TOKENIZER, answers, assert
 
 from jaxrl_llm import sharding, weights
 from jaxrl_llm.rollouts import request_of
-from jaxrl_llm.sampler import decode
+from jaxrl_llm.sampler import decode, slots
 from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH
@@ -28,7 +28,7 @@ def base(engine):
 
 def watched(monkeypatch):
     """Rows, prefixes and columns of every call of the decoding loop, and the answers that were live in it."""
-    calls, inner = [], decode._decode
+    calls, inner = [], slots._decode
 
     def recording(*args):
         state, forced = args[4], args[7]
@@ -37,7 +37,7 @@ def watched(monkeypatch):
         calls.append(rows)
         return inner(*args)
 
-    monkeypatch.setattr(decode, "_decode", recording)
+    monkeypatch.setattr(slots, "_decode", recording)
     return calls
 
 
@@ -128,8 +128,8 @@ def test_answers_that_a_budget_cuts_go_on_as_if_nothing_had_been(engine, base, k
 
 
 def test_a_continued_group_is_prefilled_once(engine, monkeypatch):
-    calls, prefill = [], decode._prefill
-    monkeypatch.setattr(decode, "_prefill", lambda *args: calls.append(args[4].shape) or prefill(*args))
+    calls, prefill = [], slots._prefill
+    monkeypatch.setattr(slots, "_prefill", lambda *args: calls.append(args[4].shape) or prefill(*args))
     asked = [replace(r, budget=11) for r in requests(engine, [PROMPTS[2]], group=8)]
     first = decode.generate(engine, asked)
     assert calls == [(1, 1, 0)]
