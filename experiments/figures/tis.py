@@ -91,26 +91,32 @@ def table(found: dict[str, list[dict[str, list[float]]]]) -> str:
 
 
 def picture(found: dict[str, list[dict[str, list[float]]]], path: Path) -> None:
-    """Training accuracy, entropy and the largest gap over the steps: means over the seeds, and their range."""
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4), dpi=100, layout="constrained")
+    """Each seed's accuracy at the end; then training accuracy, entropy and the largest gap, means over the seeds."""
+    figure, axes = plt.subplots(1, 4, figsize=(16, 4), dpi=100, layout="constrained")
     titles = {
-        "train": "Accuracy in training",
+        "train": "Accuracy of the samples in training",
         "entropy": "Entropy, nats per token",
         "gap/max": "Largest |Δ probability|",
     }
-    for ax, (name, title) in zip(axes, titles.items(), strict=True):
+    for i, (arm, seeds) in enumerate(found.items()):
+        exact = [s["accuracy"][0] for s in seeds]
+        axes[0].scatter([i] * len(seeds), exact, color=COLORS[arm], alpha=0.7, s=40)
+        axes[0].annotate(f"{np.mean(exact):.1%}", (i, 1.005), ha="center", fontsize=9, color=COLORS[arm])
+    axes[0].set_xticks(range(len(found)), [arm.replace(" + ", "\n+ ") for arm in found], fontsize=8)
+    axes[0].set_title("Accuracy at the end, a dot a seed", loc="left", fontsize=11, fontweight="bold", pad=14)
+    for ax, (name, title) in zip(axes[1:], titles.items(), strict=True):
         for arm, seeds in found.items():
-            values = np.array([s[name] for s in seeds])
-            steps = np.arange(1, values.shape[1] + 1)
-            ax.plot(steps, values.mean(axis=0), color=COLORS[arm], label=arm, linewidth=1.8)
-            ax.fill_between(steps, values.min(axis=0), values.max(axis=0), color=COLORS[arm], alpha=0.12, linewidth=0)
-        ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
+            mean = np.array([s[name] for s in seeds]).mean(axis=0)
+            ax.plot(np.arange(1, len(mean) + 1), mean, color=COLORS[arm], label=arm, linewidth=1.6)
+        ax.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=14)
         ax.set_xlabel("step")
+    for ax in axes:
         ax.grid(axis="y", color="#e6e9ee")
+        ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)
-    axes[1].set_yscale("log")
     axes[2].set_yscale("log")
-    axes[0].legend(frameon=False, fontsize=9)
+    axes[3].set_yscale("log")
+    axes[1].legend(frameon=False, fontsize=9)
     figure.savefig(path)
 
 
