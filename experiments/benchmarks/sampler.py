@@ -130,7 +130,7 @@ def overheads(params: object, engine: decode.Engine, repeats: int) -> None:
     asked = requests(32, np.full((4 * PROMPTS, GROUP), NEW_TOKENS))
     tokens = sum(r.group * r.max_tokens for r in asked)
     alone = best(lambda: decode.generate(engine, asked), repeats)
-    sizes = {"max_prompt_tokens": 32, "max_tokens": NEW_TOKENS}  # a slot has this room, and pays for it
+    sizes = {"max_prompt_tokens": 32, "max_tokens": NEW_TOKENS}
     driver = backend.DriverBackend(
         MODEL, engine.tokenizer, engine.weights, slots=SLOTS, tokens_per_call=engine.tokens_per_call, **sizes
     )

@@ -107,7 +107,7 @@ def prefix_of(prompts: Sequence[Sequence[int]], rows: int, size: int) -> np.ndar
 
 
 class Slots:
-    """The rows and prefixes of one call of `sample`, and who is in them. Row i lies in shard i // (rows / ways)."""
+    """Rows, prefixes, and who is in them. Row i lies in shard i // (rows / ways)."""
 
     def __init__(self, engine: Engine):
         exact = engine.max_prompt_tokens > 0 or not engine.exact
