@@ -29,6 +29,14 @@ install_import_hook(
 )
 
 
+LONG = ("test_sharding.py", "test_slots.py", "test_engine.py", "test_schedules.py", "test_resume.py", "test_cli.py")
+
+
+def pytest_collection_modifyitems(items):
+    """The files that compile most come first, or one of the two workers would be left alone with them at the end."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
 def pytest_unconfigure():
     if CACHE:
         shutil.rmtree(CACHE, ignore_errors=True)
