@@ -215,10 +215,15 @@ def repack_prefixes(prefixes: Prefixes, source: Int[Array, " R'"], size: int) ->
 
 def repack_own(own: KeysValues, step: Int[Array, ""], source: Int[Array, " N'"], columns: int) -> KeysValues:
     """Keys and values in other rows and columns, as long as no live answer has more tokens than there are columns."""
+    have = room(own[0][1])
     age = (step - 1 - jnp.arange(columns)) % columns  # of each new column; the same for all rows
-    old = (step - 1 - age) % room(own[0][1])
-    moved = lambda x, tokens: _split(jnp.take(x[jnp.maximum(source, 0)], old, axis=tokens))
-    move = lambda x, tokens: jax.tree.map(lambda y: moved(y, tokens), x)
+
+    def widened(x: Array, tokens: int) -> Array:
+        if columns % have == 0:  # whatever the step, column c is where c mod `have` was: copies beside each other
+            return jnp.concatenate([x] * (columns // have), axis=tokens)
+        return jnp.take(x, (step - 1 - age) % have, axis=tokens)
+
+    move = lambda x, tokens: jax.tree.map(lambda y: _split(widened(y[jnp.maximum(source, 0)], tokens)), x)
     return tuple((move(k, 3), move(v, 2)) for k, v in own)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,22 +9,25 @@ import sys
 import threading
 import time
 from collections import deque
-from functools import partial
 
 from jaxrl_llm.sampler.server import GRACE_S, LISTENING
 
-
-def _dies_with_parent(libc: ctypes.CDLL, parent: int) -> None:
-    """In the child, before its program: SIGKILL when the supervisor is gone, or is gone already."""
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+# What a child on Linux runs before its program: SIGKILL (by PR_SET_PDEATHSIG) when the supervisor is gone, or is gone
+# already. Not subprocess's preexec_fn, which runs Python in a fork of a process that has threads.
+DIES_WITH_PARENT = """
+import ctypes, os, signal, sys
+parent, program = int(sys.argv[1]), sys.argv[2:]
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != parent:
+    os.kill(os.getpid(), signal.SIGKILL)
+os.execvp(program[0], program)
+"""
 
 
 def _start(command: list[str]) -> tuple[subprocess.Popen, threading.Event]:
     """The child, and what is set when it listens. Its output goes on to ours."""
-    before = partial(_dies_with_parent, ctypes.CDLL(None), os.getpid()) if sys.platform == "linux" else None
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", preexec_fn=before)
+    before = [sys.executable, "-I", "-S", "-c", DIES_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
+    child = subprocess.Popen([*before, *command], stdout=subprocess.PIPE, text=True, errors="replace")
     ready = threading.Event()
 
     def pass_on() -> None:

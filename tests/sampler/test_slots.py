@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_decode import MANY, MODEL, PARAMS, PROMPTS, TOKENIZER, answers, assert_same, generate, make, requests
 
 from jaxrl_llm import sharding, weights
 from jaxrl_llm.rollouts import request_of
-from jaxrl_llm.sampler import decode, slots
+from jaxrl_llm.sampler import core, decode, slots
 from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH
@@ -228,3 +229,16 @@ def test_a_request_takes_what_it_leaves_out_from_the_engine(engine):
     made = request_of(replace(engine, stop=("x",)), [2, 3], 4, seed=1, draw=2)
     assert made == Request((2, 3), 4, 40, engine.sampling, ("x",), 1, 2)
     assert TOKENIZER.eos_ids == (1,)
+
+
+@pytest.mark.parametrize(("have", "columns"), [(4, 4), (4, 8), (4, 12), (4, 6), (6, 8)])
+def test_a_wider_ring_has_every_token_of_the_narrow_one_at_its_step(have, columns):
+    for step in range(have, 3 * columns):
+        times = np.array([step - 1 - (step - 1 - c) % have for c in range(have)], np.float32)  # of what was written
+        keys = np.broadcast_to(times, (3, 1, 2, have)) + 100 * np.arange(3)[:, None, None, None]
+        values = keys.swapaxes(2, 3)
+        ((k, v),) = core.repack_own(((jnp.array(keys), jnp.array(values)),), step, jnp.array([2, 0]), columns)
+        for age in range(have):
+            time = step - 1 - age
+            assert (k[:, 0, :, time % columns] == np.array([[200 + time], [time]])).all()
+            assert (v[:, 0, time % columns] == np.array([[200 + time], [time]])).all()
