@@ -18,8 +18,9 @@ demo-remote: .venv/serve
 test: .venv/dev
 	.venv/bin/pytest
 
+# All tests, and with the compiler's optimiser on, which `test` leaves off to be quick.
 test-all: .venv/dev
-	.venv/bin/pytest -m ''
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv/bin/pytest -m ''
 
 lint: .venv/dev
 	.venv/bin/ruff check .
