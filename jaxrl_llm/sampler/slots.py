@@ -30,7 +30,7 @@ HALVINGS = 3  # of the rows, as answers end and none wait
 AT_ONCE = (1, 4, 16, 64)  # prompts in one prefill
 
 
-@dataclass
+@dataclass(eq=False)
 class Work:
     """A request under way."""
 
@@ -143,7 +143,7 @@ class Slots:
         demand, fullest = min(len(live) + len(waiting), self.most), self._fullest(self.rows)
         rows = min(n for n in self.sizes if n >= demand and n // self.ways >= fullest)
         soon = [*live, *list(waiting)[: rows - len(live)]]
-        prefixes = max(-(-len({id(group) for group, _ in soon}) // self.ways), self._fullest(self.prefixes))
+        prefixes = max(-(-len({group for group, _ in soon}) // self.ways), self._fullest(self.prefixes))
         work = [*live, *waiting]  # all: where a shard is full, an answer from further back comes first
         columns = max(min(len(d.tokens) + e.tokens_per_call, d.limit) for _, d in work)
         most = _eights(max(d.limit for _, d in work))
@@ -312,7 +312,8 @@ class Slots:
             answers = self.state.answers
             answers = replace(answers, live=jax.device_put(live, answers.live.sharding))
             self.state = replace(self.state, answers=answers)
-        done = [g for g in self.prefixes if g is not None and not g.left]
+        read = [x[0] for x in self.rows if x]  # by a row too of a group that another thread has just cancelled
+        done = [g for g in self.prefixes if g is not None and not g.left and g not in read]
         for group in done:
             self.prefixes[group.prefix] = None
         return done

@@ -391,6 +391,27 @@ def test_an_answer_that_was_cancelled_gives_up_its_row(engine):
     assert [a.tokens.size for a in jobs[0].future.result(0)] == [4, 4]
 
 
+def test_a_group_cancelled_while_a_call_ends_keeps_its_prompt_as_long_as_a_row(engine, monkeypatch):
+    """After its first row was looked at and before its last: the first is still taken in the next call."""
+    params, job = engine.load_params(), Job(Request(PROMPTS[0], 2, 40, WARM))
+    state = engine.init_decode_state()
+    for slot, ticket in enumerate(job.tickets):
+        state = engine.insert(engine.prefill(params=params, padded_tokens=ticket, true_length=3), state, slot=slot)
+    last = job.work.drafts[1]
+    monkeypatch.setattr(last, "take", lambda *_: job.cancel())
+    state, _ = engine.generate(params, state)
+    assert state.slots.busy == 1
+    assert state.slots.prefixes[state.slots.rows[0][0].prefix] is job.work
+    asked = Job(Request(PROMPTS[1], 8, 4, GREEDY))
+    for slot, ticket in enumerate(asked.tickets[:2]):
+        state = engine.insert(engine.prefill(params=params, padded_tokens=ticket, true_length=1), state, slot=slot)
+    state, _ = engine.generate(params, state)
+    assert [d.tokens for d in asked.work.drafts[:2]] == [greedy(PROMPTS[1])[0][:4]] * 2
+    state, _ = engine.generate(params, state)
+    assert state.slots.busy == 0
+    assert job.work not in state.slots.prefixes
+
+
 def test_an_answer_cancelled_on_its_way_costs_nothing(engine):
     job = Job(Request(PROMPTS[0], 1, 40, WARM))
     job.cancel()
