@@ -8,11 +8,11 @@ Command: jaxrl train experiments/countdown_grpo.py     (about a quarter of an ho
 from dataclasses import replace
 from functools import partial
 
-from jaxrl_llm.algorithms import ALGORITHMS
 from jaxrl_llm.config import Config, Prime, Rollout, Stage
 from jaxrl_llm.data import tasks
 from jaxrl_llm.models import presets
-from jaxrl_llm.optim import Optimizer
+from jaxrl_llm.objective.algorithms import ALGORITHMS
+from jaxrl_llm.types import Optimizer
 
 KNOWING = {"clean": 0.6, "backtrack": 0.4}
 MIXTURE = {"clean": 0.3, "backtrack": 0.2, "wrong_step": 0.25, "no_reasoning": 0.25}

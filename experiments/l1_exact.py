@@ -11,8 +11,8 @@ from functools import partial
 
 from laptop_dapo import CONFIG as BASE
 
-from jaxrl_llm.algorithms import ALGORITHMS
 from jaxrl_llm.data import templates
+from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.rewards import length
 
 CONFIG = replace(

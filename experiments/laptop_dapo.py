@@ -8,12 +8,12 @@ Command: jaxrl train experiments/laptop_dapo.py     (about five minutes on two c
 from dataclasses import replace
 from functools import partial
 
-from jaxrl_llm.algorithms import ALGORITHMS
 from jaxrl_llm.config import Config, Prime, Rollout, Stage
 from jaxrl_llm.data import tasks
 from jaxrl_llm.models import presets
-from jaxrl_llm.optim import Optimizer
+from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.rewards.length import soft_overlong
+from jaxrl_llm.types import Optimizer
 
 MIXTURE = {"clean": 0.12, "wrong_step": 0.5, "no_reasoning": 0.33, "recheck": 0.05}
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from laptop_dapo import CONFIG as BASE
 
-from jaxrl_llm.algorithms import ALGORITHMS
-from jaxrl_llm.optim import Optimizer
+from jaxrl_llm.objective.algorithms import ALGORITHMS
+from jaxrl_llm.types import Optimizer
 
 ROW = ALGORITHMS["orz"]
 CONFIG = replace(

@@ -10,8 +10,8 @@ from functools import partial
 
 from laptop_dapo import CONFIG as BASE
 
-from jaxrl_llm.algorithms import ALGORITHMS
 from jaxrl_llm.data import templates
+from jaxrl_llm.objective.algorithms import ALGORITHMS
 
 CONFIG = replace(
     BASE,

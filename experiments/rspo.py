@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from laptop_dapo import CONFIG as BASE
 
-from jaxrl_llm.algorithms import ALGORITHMS
+from jaxrl_llm.objective.algorithms import ALGORITHMS
 
 CONFIG = replace(
     BASE,

@@ -29,11 +29,16 @@ def train(
         resume: go on from the newest checkpoint in --out, exactly.
         out: the run's folder; runs/<name of the experiment> if left out.
     """
-    from jaxrl_llm import trainer
+    from jaxrl_llm.reports import curves
+    from jaxrl_llm.run import trainer
 
     config, out = configs.load(experiment, set_, algorithm), out or Path("runs") / experiment.stem
     _devices(config)
-    done = trainer.train(config, out, resume=resume, source=experiment)
+    try:
+        done = trainer.train(config, out, resume=resume, source=experiment)
+    finally:  # also of a run that fails
+        if (out / "metrics.jsonl").exists():
+            curves.curves(out, title=out.name)
     if not done:
         print(f"stopped; go on with: {trainer.resume_command(experiment, out, set_, algorithm)}")
         return
@@ -53,7 +58,7 @@ def sft(experiment: File, set_: Set = (), algorithm: str | None = None, out: Pat
         algorithm: a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.
         out: the run's folder; runs/<name of the experiment> if left out.
     """
-    from jaxrl_llm import trainer
+    from jaxrl_llm.run import trainer
 
     config, out = configs.load(experiment, set_, algorithm), out or Path("runs") / experiment.stem
     if config.prime is None:
@@ -76,7 +81,7 @@ def evaluate(run: File, problems: int = 512, samples: int = 1) -> None:
     """
     import jax
 
-    from jaxrl_llm import trainer
+    from jaxrl_llm.run import trainer
 
     learner, engine, step = trainer.load_policy(run)
     asked = replace(learner.config.evaluation, problems=problems, samples=samples)
@@ -99,13 +104,14 @@ def sample(run: File, problem: tyro.conf.Positional[str], n: int = 1, seed: int 
     """
     import jax
 
-    from jaxrl_llm import rollouts, trainer
+    from jaxrl_llm.run import trainer
+    from jaxrl_llm.sampler import groups
     from jaxrl_llm.types import Prompt
 
     learner, engine, _ = trainer.load_policy(run)
     most = learner.config.rollout.max_prompt_tokens
     with jax.set_mesh(learner.mesh):
-        answers = rollouts.sample_groups(engine, (Prompt(0, problem),), n, seed=seed, draws=[0], max_prompt_tokens=most)
+        answers = groups.sample_groups(engine, (Prompt(0, problem),), n, seed=seed, draws=[0], max_prompt_tokens=most)
     for text, finish in zip(answers.texts, answers.finish, strict=True):
         print(text if finish == "eos" else f"{text}  [{finish}]")
 
@@ -134,7 +140,7 @@ def serve(
         metrics_port: of /metrics (Prometheus), /healthz and /readyz; none if left out.
         unwatched: serve in this process, which is not started again when it dies.
     """
-    from jaxrl_llm import serving
+    from jaxrl_llm.serving import process as serving
 
     listen = {"host": host, "port": port, "metrics_port": metrics_port}
     listen |= {"cert": cert and str(cert), "key": key and str(key)}
@@ -154,8 +160,9 @@ def gap(run: File, problems: int = 64, samples: int = 4, worst: int = 10, out: P
         worst: tokens to show, those with the largest difference of probability.
         out: where gap.json and gap.png go; the run's folder if left out.
     """
-    from jaxrl_llm import gap as gaps
-    from jaxrl_llm import gap_report, metrics
+    from jaxrl_llm.reports import gap as gaps
+    from jaxrl_llm.reports import gap_report
+    from jaxrl_llm.run import metrics
 
     learner, params, step = gaps.load(run, problems, samples, worst)
     out = out or run
@@ -189,7 +196,7 @@ def algorithms(name: tyro.conf.Positional[str | None] = None) -> None:
     Args:
         name: a method of the table; all of them if left out.
     """
-    from jaxrl_llm import catalogue
+    from jaxrl_llm.reports import catalogue
 
     print(catalogue.table() if name is None else catalogue.describe(name, configs.named(name)))
 
@@ -198,7 +205,7 @@ def _devices(config: configs.Config) -> None:
     """Say what the run will use, and fail on a mesh that the machine cannot hold, before any work."""
     import jax
 
-    from jaxrl_llm.sharding import make_mesh
+    from jaxrl_llm.parallel.sharding import make_mesh
 
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     shape = "×".join(map(str, mesh.devices.shape))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -123,6 +123,20 @@ class TrainState:
     step: jax.Array  # int32 []: optimiser steps taken
     critic: TrainState | None = None  # the value function's
     memory: Any = None  # what the advantage remembers of each prompt
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW with warm-up, a schedule and clipping by the global norm."""
+
+    lr: float = 2e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # linear and cosine are 0 once the steps are over
+    warmup: int = 0  # optimiser steps from 0 to lr
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
 
 
 def expect(ok: Any, name: str, value: object, expected: str) -> None:

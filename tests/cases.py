@@ -5,14 +5,13 @@ from functools import partial
 
 import numpy as np
 
-from jaxrl_llm import advantages, losses
-from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.config import Config, Rollout
 from jaxrl_llm.data import tasks
 from jaxrl_llm.models.transformer import ModelConfig
-from jaxrl_llm.optim import Optimizer
-from jaxrl_llm.rollouts import Scored
-from jaxrl_llm.types import EOS, LENGTH, Prompt, Reward, Rollouts
+from jaxrl_llm.objective import advantages, losses
+from jaxrl_llm.objective.algorithms import Algorithm
+from jaxrl_llm.sampler.groups import Scored
+from jaxrl_llm.types import EOS, LENGTH, Optimizer, Prompt, Reward, Rollouts
 
 PLAIN = Algorithm(advantages.grpo, losses.ppo_clip, "token")
 CONFIG = Config(

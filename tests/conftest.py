@@ -23,7 +23,7 @@ from jaxtyping import install_import_hook  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)
 
-MODULES = ("advantages", "losses", "batching", "logprobs", "corrections", "rewards.length")
+MODULES = ("objective", "learner.batching", "models.logprobs", "rewards.length")
 # is_pep484_tower: a hyper-parameter declared float may be written as an int.
 install_import_hook(
     [f"jaxrl_llm.{name}" for name in MODULES],

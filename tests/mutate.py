@@ -3,8 +3,8 @@
     .venv/bin/python tests/mutate.py [function …]
 
 Signs, comparisons, min and max, `where` branches, stop-gradients, sums and means, constants of denominators and ddof in
-losses, advantages, corrections and `batching.token_weights` are flipped one at a time. A mutant's code replaces that of
-the living function, and the tests that reach the function run in this process until one fails. What survives must be on
+losses, advantages, corrections and token weights are flipped one at a time. A mutant's code replaces that of the living
+function, and the tests that reach the function run in this process until one fails. What survives must be on
 the list in mutate_survivors.txt, where each line ends with the reason why it computes the same. Exit code 1 if not.
 
 Tests that compile come last, and for them jax forgets what it compiled from unbroken code.
@@ -26,11 +26,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SURVIVORS = HERE / "mutate_survivors.txt"
-TARGETS = {"losses": None, "advantages": None, "corrections": None, "batching": {"token_weights", "_product"}}
+TARGETS = ("losses", "advantages", "corrections", "token_weights")  # of objective/
 FILES = [
     "test_losses.py", "test_losses_token.py", "test_losses_response.py", "test_losses_properties.py",
     "test_advantages.py", "test_advantages_group.py", "test_advantages_token.py", "test_corrections.py",
-    "test_token_weights.py", "test_edges.py",
+    "test_token_weights.py", "../learner/test_edges.py",
 ]  # fmt: skip
 
 OPERATORS = {
@@ -87,13 +87,11 @@ def _errors_only(function: ast.FunctionDef) -> set[int]:
     return {id(inner) for node in skip for inner in ast.walk(node)}
 
 
-def mutants(module: str, only: set[str] | None) -> Iterator[Mutant]:
+def mutants(module: str) -> Iterator[Mutant]:
     """All of a module's, by function."""
-    path = HERE.parent / "jaxrl_llm" / f"{module}.py"
+    path = HERE.parent / "jaxrl_llm" / "objective" / f"{module}.py"
     tree = ast.parse(path.read_text())
     for function in [n for n in tree.body if isinstance(n, ast.FunctionDef)]:
-        if only is not None and function.name not in only:
-            continue
         skip, seen = _errors_only(function), {}
         for index, node in enumerate(ast.walk(function)):
             for broken in variants(node) if id(node) not in skip else ():
@@ -121,7 +119,7 @@ def _compiled(function: ast.FunctionDef, index: int, broken: ast.AST, path: Path
 
 def living(module: str) -> dict[str, types.FunctionType]:
     """The module's functions as they were defined, beneath the type-checking wrappers of the tests."""
-    path = sys.modules[f"jaxrl_llm.{module}"].__file__
+    path = sys.modules[f"jaxrl_llm.objective.{module}"].__file__
     found = [f for f in gc.get_objects() if isinstance(f, types.FunctionType) and f.__code__.co_filename == path]
     return {f.__code__.co_name: f for f in found if f.__qualname__ == f.__code__.co_name}
 
@@ -148,8 +146,8 @@ class Runner:
                 raise SystemExit(f"{item.nodeid} fails on unbroken code")
             for key in hit - {None}:
                 reach[key].append((time.perf_counter() - start, item))
-        for module, names in TARGETS.items():
-            for mutant in mutants(module, names):
+        for module in TARGETS:
+            for mutant in mutants(module):
                 if not self.only or mutant.function in self.only:
                     self.judge(mutant, functions[module, mutant.function], reach[module, mutant.function])
         return True
@@ -189,7 +187,7 @@ def main() -> int:
     os.chdir(HERE.parent)
     start, runner = time.perf_counter(), Runner(set(sys.argv[1:]))
     options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not slow"]
-    pytest.main([*options, *(str(HERE / f) for f in FILES)], plugins=[runner])
+    pytest.main([*options, *(str(HERE / "objective" / f) for f in FILES)], plugins=[runner])
     known = {line.partition(" | ")[0] for line in SURVIVORS.read_text().splitlines() if " | " in line}
     names = {f"{m.module}.{m.function}: {m.change}" for m in runner.survived}
     seconds = time.perf_counter() - start

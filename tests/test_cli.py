@@ -16,9 +16,12 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxrl_llm import advantages, cli, functions, trainer
+from jaxrl_llm import cli
 from jaxrl_llm import config as configs
-from jaxrl_llm.algorithms import ALGORITHMS
+from jaxrl_llm.config import functions
+from jaxrl_llm.objective import advantages
+from jaxrl_llm.objective.algorithms import ALGORITHMS
+from jaxrl_llm.run import trainer
 
 EXPERIMENT = """
 import itertools
@@ -27,11 +30,11 @@ import time
 
 import numpy as np
 
-from jaxrl_llm import advantages, losses
-from jaxrl_llm.algorithms import Algorithm
+from jaxrl_llm.objective import advantages, losses
+from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.config import Config, Evaluation, Prime, Rollout, Stage
 from jaxrl_llm.models.transformer import ModelConfig
-from jaxrl_llm.optim import Optimizer
+from jaxrl_llm.types import Optimizer
 from jaxrl_llm.types import Prompt, Reward, Task
 
 rewards, traces, filters = itertools.count(), itertools.count(), itertools.count()
@@ -248,9 +251,9 @@ def test_a_method_by_name_takes_the_place_of_the_experiments_own_before_set(expe
     changed = ("--set", "algorithm.loss.clip_high=0.5", "--algorithm", "olmo3", "--set", "steps=5")
     shown = json.loads(succeeds("show", experiment, *changed))
     assert shown["algorithm"]["loss"]["with"] == {"clip_low": 0.2, "clip_high": 0.5}
-    assert shown["algorithm"]["advantage"] == "jaxrl_llm.advantages:dr_grpo"
+    assert shown["algorithm"]["advantage"] == "jaxrl_llm.objective.advantages:dr_grpo"
     assert (shown["algorithm"]["retire_above"], shown["steps"], shown["rollout"]["prompts"]) == (0.875, 5, 2)
-    assert json.loads(succeeds("show", experiment))["algorithm"]["advantage"] == "jaxrl_llm.advantages:grpo"
+    assert json.loads(succeeds("show", experiment))["algorithm"]["advantage"] == "jaxrl_llm.objective.advantages:grpo"
 
 
 def test_an_unknown_method_is_one_line_with_the_nearest_name(experiment, tmp_path):
@@ -307,13 +310,17 @@ def test_a_tensor_axis_that_does_not_divide_the_vocabulary(experiment, tmp_path)
 
 
 def test_one_answer_a_prompt_with_leave_one_out(experiment, tmp_path):
-    changed = ("algorithm.advantage=jaxrl_llm.advantages:rloo", "algorithm.group_filter=none", "rollout.group_size=1")
+    changed = (
+        "algorithm.advantage=jaxrl_llm.objective.advantages:rloo",
+        "algorithm.group_filter=none",
+        "rollout.group_size=1",
+    )
     error = fails("train", experiment, "--out", tmp_path / "out", *settings(*changed))
     assert error == "rollout.group_size is 1; expected at least 2 for rloo"
 
 
 def test_groups_that_never_pass_stop_the_run_with_their_pass_rates(experiment, tmp_path):
-    changed = settings(f"task.graded={experiment}:never", "algorithm.group_filter=jaxrl_llm.rollouts:mixed")
+    changed = settings(f"task.graded={experiment}:never", "algorithm.group_filter=jaxrl_llm.objective.filters:mixed")
     error = fails("train", experiment, "--out", tmp_path / "out", *changed)
     assert "kept 0 of 4 groups in rollout.max_rounds = 2 rounds; expected 2" in error
     assert "100% of the groups all wrong, 0% all correct, mean 0.00" in error
@@ -380,7 +387,10 @@ def test_a_run_without_a_checkpoint(run, tmp_path):
         (None, "broken.py: no such file"),
         ("CONFIG = (\n", "broken.py:1: SyntaxError"),
         ("import no_such_package\n", "broken.py:1: ModuleNotFoundError: No module named 'no_such_package'"),
-        ("from jaxrl_llm.losses import ppo_klip\n", "broken.py:1: ImportError: cannot import name 'ppo_klip'"),
+        (
+            "from jaxrl_llm.objective.losses import ppo_klip\n",
+            "broken.py:1: ImportError: cannot import name 'ppo_klip'",
+        ),
         ("\nx = undefined\n", "broken.py:2: NameError"),
         ("x = 1\n", "broken.py: CONFIG is None; expected CONFIG = Config(…)"),
     ],

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import config, sft, trainer
-from jaxrl_llm.algorithms import ALGORITHMS
+from jaxrl_llm import config
 from jaxrl_llm.config import Config, Evaluation, Stage
+from jaxrl_llm.config.functions import unbound
 from jaxrl_llm.data import templates
-from jaxrl_llm.functions import unbound
+from jaxrl_llm.objective.algorithms import ALGORITHMS
+from jaxrl_llm.run import sft, trainer
 
 ROOT = Path(__file__).parent.parent
 FILES = {file.stem: file for file in sorted((ROOT / "experiments").glob("*.py"))}

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from jaxrl_llm import cli
-from jaxrl_llm.algorithms import ALGORITHMS
+from jaxrl_llm.objective.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

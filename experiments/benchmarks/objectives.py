@@ -22,9 +22,9 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import tyro  # noqa: E402
 
-from jaxrl_llm import advantages, losses  # noqa: E402
-from jaxrl_llm.algorithms import call  # noqa: E402
-from jaxrl_llm.batching import token_weights  # noqa: E402
+from jaxrl_llm.objective import advantages, losses  # noqa: E402
+from jaxrl_llm.objective.algorithms import call  # noqa: E402
+from jaxrl_llm.objective.token_weights import token_weights  # noqa: E402
 
 B, T, GROUP = 64, 2048, 8
 LOSSES = (

@@ -23,14 +23,13 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import tyro  # noqa: E402
 
-from jaxrl_llm import schedules, trainer  # noqa: E402
-from jaxrl_llm.algorithms import ALGORITHMS  # noqa: E402
 from jaxrl_llm.config import Config, Rollout  # noqa: E402
 from jaxrl_llm.data import tokenizers  # noqa: E402
+from jaxrl_llm.learner.train_step import init_state  # noqa: E402
 from jaxrl_llm.models.transformer import ModelConfig  # noqa: E402
-from jaxrl_llm.optim import Optimizer  # noqa: E402
-from jaxrl_llm.train_step import init_state  # noqa: E402
-from jaxrl_llm.types import Prompt, Reward, Task  # noqa: E402
+from jaxrl_llm.objective.algorithms import ALGORITHMS  # noqa: E402
+from jaxrl_llm.run import schedules, trainer  # noqa: E402
+from jaxrl_llm.types import Optimizer, Prompt, Reward, Task  # noqa: E402
 
 MODEL = ModelConfig(
     vocab_size=512, layers=4, width=256, heads=4, kv_heads=2, head_width=64, mlp_width=1024, tied_head=False

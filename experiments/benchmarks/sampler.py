@@ -28,11 +28,10 @@ import tyro  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parent))
 from rl_step import MODEL, endless_tokenizer, matmul_rate, random_prompts  # noqa: E402
 
-from jaxrl_llm import weights  # noqa: E402
-from jaxrl_llm.algorithms import ALGORITHMS  # noqa: E402
 from jaxrl_llm.config import Config, Rollout  # noqa: E402
 from jaxrl_llm.models import transformer  # noqa: E402
-from jaxrl_llm.sampler import decode  # noqa: E402
+from jaxrl_llm.objective.algorithms import ALGORITHMS  # noqa: E402
+from jaxrl_llm.sampler import decode, weights  # noqa: E402
 from jaxrl_llm.sampler.requests import Answer, Group, Request  # noqa: E402
 from jaxrl_llm.types import LENGTH  # noqa: E402
 
@@ -125,7 +124,9 @@ def in_process(engine: decode.Engine, repeats: int) -> None:
 
 def overheads(params: object, engine: decode.Engine, repeats: int) -> None:
     """What JetStream's Driver, and then gRPC, add to a token."""
-    from jaxrl_llm.sampler import backend, client, remote
+    from jaxrl_llm.sampler import client
+    from jaxrl_llm.sampler import client as remote
+    from jaxrl_llm.serving import backend
 
     asked = requests(32, np.full((4 * PROMPTS, GROUP), NEW_TOKENS))
     tokens = sum(r.group * r.max_tokens for r in asked)

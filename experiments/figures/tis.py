@@ -18,8 +18,8 @@ import numpy as np
 import tyro
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import trainer
 from jaxrl_llm.config import Config
+from jaxrl_llm.run import trainer
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 EXPERIMENT = Path(__file__).parent.parent / "laptop_dapo.py"
 # Five times laptop_dapo's rate and no filter: at its own settings no sampler makes a difference that can be seen.
 COMMON = ("steps=120", "evaluation.every=0", "optimizer.lr=1e-4", "algorithm.group_filter=none")
-CORRECTION = "algorithm.correction=jaxrl_llm.corrections:"
+CORRECTION = "algorithm.correction=jaxrl_llm.objective.corrections:"
 INT4 = ("rollout.dtype=int4",)
 ARMS = {
     "float32": (),

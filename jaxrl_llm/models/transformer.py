@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.attention import Attend
-from jaxrl_llm.sharding import constrain
+from jaxrl_llm.parallel.sharding import constrain
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.attention import MASKED, Attend
-from jaxrl_llm.quantize import Quantized, quantize
+from jaxrl_llm.sampler.quantize import Quantized, quantize
 
 WIDTH_OF_KEYS, WIDTH_OF_VALUES = 2, 3  # axes
 

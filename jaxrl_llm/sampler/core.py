@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.logprobs import tempered_logits
 from jaxrl_llm.models import attention, transformer
-from jaxrl_llm.quantize import dequantized
+from jaxrl_llm.models.logprobs import tempered_logits
+from jaxrl_llm.parallel.sharding import constrain
 from jaxrl_llm.sampler import cache
 from jaxrl_llm.sampler.cache import WIDTH_OF_KEYS, WIDTH_OF_VALUES, LayerCache, Stored, View, kind, room
+from jaxrl_llm.sampler.quantize import dequantized
 from jaxrl_llm.sampler.sampling import Draw, sample
-from jaxrl_llm.sharding import constrain
 
 KeysValues = tuple[tuple[Stored, Stored], ...]  # of each layer
 

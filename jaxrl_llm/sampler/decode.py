@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import weights
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.sampler import weights
 from jaxrl_llm.sampler.requests import Draft, Group, More, Request, check
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.sampler.slots import Slots, Work

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import sharding, weights
-from jaxrl_llm.sampler import core
+from jaxrl_llm.parallel import sharding
+from jaxrl_llm.sampler import core, weights
 from jaxrl_llm.sampler.requests import Draft, Group, Request
 from jaxrl_llm.sampler.sampling import Draw
 from jaxrl_llm.types import expect

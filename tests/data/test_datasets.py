@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl_llm import rollouts
 from jaxrl_llm.data import datasets
+from jaxrl_llm.sampler import groups
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, Rollouts
 
 
@@ -151,5 +151,5 @@ def test_a_grade_that_is_no_finite_number_names_its_prompt(tmp_path, bad):
     grade = lambda prompt, text: bad if text == "b" else 1.0
     task = datasets.jsonl(write(tmp_path / "a.jsonl", numbered(50)), grade)
     with pytest.raises(ValueError, match="reward of prompt 41"):
-        rollouts.score(task, answers(["a", "b", "c"]))
-    assert [r.value for r in rollouts.score(task, answers(["a", "c"]))] == [1.0, 1.0]
+        groups.score(task, answers(["a", "b", "c"]))
+    assert [r.value for r in groups.score(task, answers(["a", "c"]))] == [1.0, 1.0]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxrl_llm.logprobs import tempered_logits
 from jaxrl_llm.models import attention, transformer
+from jaxrl_llm.models.logprobs import tempered_logits
 from jaxrl_llm.models.transformer import ModelConfig, RopeScaling
 
 TINY = ModelConfig(vocab_size=13, layers=2, width=12, heads=4, kv_heads=2, head_width=6, mlp_width=20)

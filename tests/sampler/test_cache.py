@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.quantize import Quantized, dequantized, quantize
 from jaxrl_llm.sampler import cache
 from jaxrl_llm.sampler.cache import WIDTH_OF_KEYS, WIDTH_OF_VALUES, LayerCache, View
+from jaxrl_llm.sampler.quantize import Quantized, dequantized, quantize
 
 R, L, S, N, T, TOKENS, H, K, C = 3, 3, 6, 5, 6, 5, 4, 2, 8
 PREFIX = np.array([3, 0, 6])  # 0: a prompt of one token

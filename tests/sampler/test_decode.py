@@ -8,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import metrics, weights
-from jaxrl_llm.batching import make_batch
 from jaxrl_llm.data import tokenizers
+from jaxrl_llm.learner.batching import make_batch
+from jaxrl_llm.learner.train_step import response_logprobs
 from jaxrl_llm.models import transformer
 from jaxrl_llm.models.transformer import ModelConfig
-from jaxrl_llm.rollouts import request_of, sample_groups
-from jaxrl_llm.sampler import decode, slots
+from jaxrl_llm.run import metrics
+from jaxrl_llm.sampler import decode, slots, weights
+from jaxrl_llm.sampler.groups import request_of, sample_groups
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.train_step import response_logprobs
 from jaxrl_llm.types import EOS, LENGTH, STOP, Prompt
 
 TOKENIZER = tokenizers.characters("abcdefghijklmn")  # 16 ids: <pad>, <eos>, 14 letters

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from test_decode import MANY, MODEL, PARAMS, PROMPTS, TOKENIZER, answers, assert_same, generate, make, requests
 
-from jaxrl_llm import sharding, weights
-from jaxrl_llm.rollouts import request_of
-from jaxrl_llm.sampler import core, decode, slots
+from jaxrl_llm.parallel import sharding
+from jaxrl_llm.sampler import core, decode, slots, weights
+from jaxrl_llm.sampler.groups import request_of
 from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH

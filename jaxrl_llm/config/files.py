@@ -1,0 +1,123 @@
+"""A config from an experiment file or a run's folder, and its JSON both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types as pytypes
+import typing
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config import functions
+from jaxrl_llm.config.functions import nearest, unbound
+from jaxrl_llm.config.overrides import override
+from jaxrl_llm.config.tree import Config
+from jaxrl_llm.config.validation import validate
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm
+
+
+def to_json(node: Any, path: str = "config", keyword: bool = False) -> Any:
+    """Config → what `json.dumps` takes. A function becomes module:name (path.py:name in an experiment file).
+
+    `keyword`: inside of a partial, where functions and dataclasses say what they are, as no field's type tells.
+    Raises ValueError for what could not be read back: a lambda, an inner function, an array.
+    """
+    inner = lambda value, name: to_json(value, f"{path}.{name}", keyword)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        fields = {f.name: inner(getattr(node, f.name), f.name) for f in dataclasses.fields(node)}
+        return {"instance": functions.reference(type(node), path), "with": fields} if keyword else fields
+    if isinstance(node, tuple | list):
+        return [inner(v, i) for i, v in enumerate(node)]
+    if isinstance(node, Mapping) and all(isinstance(k, str) for k in node):
+        return {k: inner(v, k) for k, v in node.items()}
+    if callable(node):
+        fn, bound = unbound(node)
+        reference, bound = functions.reference(fn, path), {k: to_json(v, f"{path}.{k}", True) for k, v in bound.items()}
+        return {"function": reference, "with": bound} if bound or keyword else reference
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    raise ValueError(f"{path} is {node!r}; expected numbers, text, tuples, mappings by name, functions or dataclasses")
+
+
+def from_json(data: Any, folder: Path | None = None) -> Config:
+    """The inverse of `to_json`. `folder`: the run's folder, where a copy of the experiment file lies."""
+    return _decode(Config, data, folder)
+
+
+def _decode(hint: Any, data: Any, folder: Path | None) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, pytypes.UnionType):
+        options = [a for a in args if a is not type(None)]
+        return None if data is None else _decode(options[0], data, folder)
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        if not isinstance(data, dict):
+            raise ValueError(f"config: {data!r}; expected the fields of a {hint.__name__}")
+        unknown = [k for k in data if k not in hints]
+        if unknown:
+            raise ValueError(f"config: no field {unknown[0]!r} in {hint.__name__}; {nearest(unknown[0], list(hints))}")
+        try:
+            return hint(**{k: _decode(hints[k], v, folder) for k, v in data.items()})
+        except TypeError as error:  # a field without a default is missing
+            raise ValueError(f"config: {error}") from error
+    if functions.is_function(hint):
+        return _plain(data, folder) if isinstance(data, dict) else functions.function(data, folder)
+    if origin is tuple:
+        return tuple(_decode(args[0], v, folder) for v in data)
+    return data
+
+
+def _plain(value: Any, folder: Path | None) -> Any:
+    """One of a partial's keywords, as `to_json` wrote it; lists are tuples."""
+    if isinstance(value, list):
+        return tuple(_plain(v, folder) for v in value)
+    if not isinstance(value, dict):
+        return value
+    if not {"function", "instance"} & set(value):
+        return {k: _plain(v, folder) for k, v in value.items()}
+    fn = functions.function(value["function"] if "function" in value else value["instance"], folder)
+    keywords = {k: _plain(v, folder) for k, v in value["with"].items()}
+    if "instance" in value:
+        return fn(**keywords)
+    return partial(fn, **keywords) if keywords else fn
+
+
+def named(algorithm: str) -> Algorithm:
+    """A row of ALGORITHMS. Raises ValueError with the nearest name for an unknown one."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm {algorithm!r}: no such method; {nearest(algorithm, list(ALGORITHMS))}")
+    return ALGORITHMS[algorithm]
+
+
+def load(path: Path | str, assignments: tuple[str, ...] = (), algorithm: str | None = None) -> Config:
+    """CONFIG of an experiment file, or the config.json of a run, with overrides, validated.
+
+    algorithm: the row of ALGORITHMS that takes the place of its own before the overrides.
+    """
+    path = Path(path)
+    if path.suffix == ".json":
+        try:
+            config = from_json(json.loads(path.read_text()), path.parent)
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"config {path}: {error}; expected the config.json of a run") from error
+    else:
+        config = getattr(functions.load_module(path), "CONFIG", None)
+        if not isinstance(config, Config):
+            raise ValueError(f"experiment {path}: CONFIG is {config!r}; expected CONFIG = Config(…)")
+    if algorithm is not None:
+        config = replace(config, algorithm=named(algorithm))
+    for assignment in assignments:
+        config = override(config, assignment)
+    return validate(config)
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """The fields in which two JSON trees differ, as `path: old → new`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = list(dict.fromkeys([*old, *new]))
+        return [d for n in names for d in differences(old.get(n), new.get(n), f"{path}.{n}" if path else n)]
+    return [] if old == new else [f"{path}: {old} → {new}"]

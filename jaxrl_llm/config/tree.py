@@ -1,0 +1,103 @@
+"""One tree of frozen dataclasses: what a run is.
+
+Functions are configuration: a field may hold a function or a `functools.partial`, and a path may go on into the
+partial's keywords (`algorithm.loss.clip_high=0.3`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxrl_llm.data import tokenizers
+from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.objective.algorithms import Algorithm
+from jaxrl_llm.types import Optimizer
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Part of the supervised stage: so many batches of traces, behaviours drawn with these weights."""
+
+    batches: int
+    mixture: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Prime:
+    """Supervised training that makes the base policy."""
+
+    stages: tuple[Stage, ...]
+    traces_per_batch: int = 64
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=2e-3, schedule="cosine", warmup=20))
+    task: Callable | None = None  # None: the run's own
+
+
+@dataclass(frozen=True)
+class Rollout:
+    prompts: int = 32  # P, per batch
+    group_size: int = 8  # G
+    max_prompt_tokens: int = 256
+    max_response_tokens: int = 96  # the end-of-sequence token included
+    temperature: float = 1.0
+    top_k: int = 0  # 0: no filter. A filter makes sampler and learner differ, so it has to be allowed:
+    top_p: float = 1.0
+    allow_filtered: bool = False
+    stop: tuple[str, ...] = ()
+    slots: int = 0  # answers decoded at once; 0: those of a batch
+    tokens_per_call: int = 32
+    # What the sampler computes in, "": as the learner; int8 and int4: how it keeps its weights.
+    dtype: Literal["", "float32", "bfloat16", "int8", "int4"] = ""
+    kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""  # of its keys and values; "": as it computes
+    zero_gap: bool = False  # old log-probs from the sampler's own kernels: equal to its own bit for bit
+    schedule: Literal["sync", "ahead", "async"] = "sync"  # see schedules.py
+    max_staleness: int = 1  # updates that an answer may be old, with schedule="async"
+    budget: int = 0  # tokens that an answer may grow by before others have their turn; 0: no bound
+    servers: tuple[str, ...] = ()  # host:port of samplers (jaxrl serve); none: sample in this process
+    servers_ca: str | None = None  # file with the certificate that signed theirs; None: no TLS
+    max_rounds: int = 10  # of sampling before a group filter gives up
+    difficulty: Callable | None = None  # Prompt → number: a curriculum, one pass from the easiest to the hardest
+
+
+@dataclass(frozen=True)
+class Mesh:
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    every: int = 10  # steps; 0: only before and after
+    problems: int = 512  # of the held-out split
+    samples: int = 1  # answers per problem, drawn like the training ones
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every: int = 20  # steps
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class Config:
+    task: Callable  # () -> types.Task
+    algorithm: Algorithm
+    model: ModelConfig
+    tokenizer: Callable = tokenizers.characters  # () -> Tokenizer
+    prime: Prime | None = None  # None: random parameters
+    optimizer: Optimizer = Optimizer()
+    rollout: Rollout = Rollout()
+    mesh: Mesh = Mesh()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    steps: int = 100  # batches of rollouts
+    micro_batches: int = 1
+    seed: int = 0
+    logged_samples: int = 4  # a step, into samples.jsonl
+
+    @property
+    def total_steps(self) -> int:
+        """Batches of rollouts, those from which only the critic learns included."""
+        return self.steps + (0 if self.algorithm.critic is None else self.algorithm.critic.pretrain)

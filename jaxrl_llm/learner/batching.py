@@ -1,0 +1,124 @@
+"""From sampled responses to what one optimiser step learns from."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.objective.token_weights import token_weights
+from jaxrl_llm.types import LENGTH, AnyArray, Batch, Rollouts
+
+
+def bucket(n: int, smallest: int = 16) -> int:
+    """The least of 16, 24, 32, 48, 64, … that holds n: few shapes, hence few compilations, at most a third wasted."""
+    size = smallest
+    while size < n:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def make_batch(
+    rollouts: Rollouts,
+    *,
+    shape: tuple[int, int],
+    drop_truncated: bool = False,
+    kept: Bool[np.ndarray, "P"] | None = None,
+    sharding: Sharding | None = None,
+) -> Batch:
+    """Prompts and responses as the arrays of one update, placed as `sharding` says; advantages are 0 as yet.
+
+    Here, and nowhere else, targets are shifted against inputs by one token: `inputs` is the prompt's last token and
+    then the response without its last, `targets` the response. `mask` comes from the sampler's lengths and finish
+    reasons. `shape`: padded prefix and response tokens (S, T); ValueError when they are too small.
+    `drop_truncated`: responses cut at the token limit leave the mask (DAPO's overlong filtering). `kept`: groups that
+    are False leave the mask.
+    """
+    size, length = shape
+    need = int(rollouts.prompt_lengths.max()) - 1, int(rollouts.lengths.max())
+    if need[0] > size or need[1] > length:
+        raise ValueError(f"shape={shape}: expected at least {need} tokens of prefix and response")
+    fit = lambda x, n: np.pad(x[:, :n], ((0, 0), (0, max(0, n - x.shape[1]))))
+    before = np.arange(size) < rollouts.prompt_lengths[:, None] - 1
+    last = np.take_along_axis(rollouts.prompt_tokens, rollouts.prompt_lengths[:, None] - 1, axis=1)
+    targets = fit(rollouts.tokens, length)
+    mask = np.arange(length) < rollouts.lengths[:, None]
+    if drop_truncated:
+        mask &= (rollouts.finish != LENGTH)[:, None]
+    if kept is not None:
+        mask &= np.repeat(kept, rollouts.group_size)[:, None]
+    batch = Batch(
+        prefix=np.where(before, fit(rollouts.prompt_tokens, size), 0),
+        prefix_lengths=rollouts.prompt_lengths - 1,
+        inputs=np.concatenate([np.repeat(last, rollouts.group_size, axis=0), targets[:, :-1]], axis=1),
+        targets=targets,
+        mask=mask,
+        adv=np.zeros(mask.shape, np.float32),
+        sampler_logp=np.where(mask, fit(rollouts.sampler_logp, length), 0).astype(np.float32),
+    )
+    return jax.device_put(batch, sharding)
+
+
+def with_advantages(batch: Batch, adv: Float[AnyArray, "P G"] | Float[AnyArray, "B T"]) -> Batch:
+    """The batch with an advantage per response spread over its tokens, or one per token. ValueError on other shapes."""
+    adv = jnp.asarray(adv, jnp.float32)
+    prompts, rows = batch.prefix.shape[0], batch.mask.shape[0]
+    if adv.shape not in ((prompts, rows // prompts), batch.mask.shape):
+        raise ValueError(f"adv.shape={adv.shape}: expected {(prompts, rows // prompts)} or {batch.mask.shape}")
+    if adv.shape != batch.mask.shape:
+        adv = jnp.broadcast_to(adv.reshape(-1, 1), batch.mask.shape)
+    return replace(batch, adv=jnp.where(batch.mask, adv, 0.0))
+
+
+def with_weights(
+    batch: Batch,
+    norm: str,
+    max_len: float | None,
+    *,
+    nll: bool = False,
+    phase: Bool[AnyArray, "B T"] | None = None,
+    phase_weights: str = "batch",
+) -> Batch:
+    """The batch with its token weights: over all of it, before anything is cut into micro-batches.
+
+    `nll`: with `nll_weights` too, 1/Σ n over correct responses. `phase`: only these tokens count, in denominators that
+    are the whole batch's or the phase's own (`phase_weights`).
+    """
+    group = batch.inputs.shape[0] // batch.prefix.shape[0]
+    of = batch.mask & phase if phase is not None and phase_weights == "phase" else batch.mask
+    weights = token_weights(of, norm, group_size=group, max_len=max_len)
+    if phase is not None:
+        weights = jnp.where(phase, weights, 0.0)
+    nll_weights = None
+    if nll:
+        right = batch.mask & batch.correct[:, None]
+        nll_weights = token_weights(right, "token")
+        nll_weights = nll_weights if phase is None else jnp.where(phase, nll_weights, 0.0)
+    return replace(batch, weights=weights, nll_weights=nll_weights)
+
+
+def cut(batch: Batch, parts: int) -> Batch:
+    """Every array with a new leading axis of `parts`, cut by whole prompts.
+
+    A part takes every parts-th prompt, so that each device of a sharded batch holds its share of every part.
+    Raises ValueError when `parts` does not divide the prompts.
+    """
+    prompts = batch.prefix.shape[0]
+    if prompts % parts:
+        raise ValueError(f"parts={parts}: does not divide the {prompts} prompts of the batch")
+
+    def one(x: Array) -> Array:
+        per = x.shape[0] // prompts  # 1, or the group's size
+        y = x.reshape(prompts // parts, parts, per, *x.shape[1:]).swapaxes(0, 1)
+        return y.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+
+    return jax.tree.map(one, batch)
+
+
+def joined(x: Array, prompts: int) -> Array:
+    """The inverse of `cut` for one array of responses: [parts, B/parts, …] → [B, …]."""
+    parts = x.shape[0]
+    y = x.reshape(parts, prompts // parts, -1, *x.shape[2:]).swapaxes(0, 1)
+    return y.reshape(parts * x.shape[1], *x.shape[2:])

@@ -1,0 +1,99 @@
+"""The value function: what a response is still worth before each of its tokens is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.lax import stop_gradient
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jaxrl_llm.learner.batching import cut, joined
+from jaxrl_llm.learner.train_step import Metrics, accumulate, applied, placed, response_hidden
+from jaxrl_llm.models import transformer
+from jaxrl_llm.objective import losses
+from jaxrl_llm.objective.algorithms import Critic
+from jaxrl_llm.parallel import sharding
+from jaxrl_llm.types import Batch, TrainState
+
+
+@dataclass(frozen=True)
+class ValueFunction:
+    """A critic's compiled functions."""
+
+    init: Callable  # policy's parameters → TrainState
+    values: Callable  # (critic's parameters, policy's parameters, batch) → V [B,T]
+    step: Callable  # (critic's TrainState, policy's parameters, batch with returns and weights) → (TrainState, metrics)
+
+
+def make(
+    critic: Critic,
+    config: transformer.ModelConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    micro_batches: int = 1,
+    seed: int = 0,
+) -> ValueFunction:
+    """The functions of a critic beside a policy of this model.
+
+    V_t = w·h_t + b, where h_t is the hidden state that predicts token t. The hidden states are those of a decoder of
+    its own, begun as the policy's copy (`network`), or the policy's, which the critic's loss does not reach (`head`).
+    w begins as 0, or with `head_std`; b as 0.
+    """
+    config = replace(config, tied_head=True)  # it has no vocabulary to predict
+
+    def fresh(policy: Any) -> TrainState:
+        w = critic.head_std * jax.random.normal(jax.random.key(seed), (config.width,), jnp.float32)
+        head = {"w": w, "b": jnp.float32(0)}
+        trunk = {k: jax.tree.map(jnp.copy, v) for k, v in policy.items() if k != "head"}
+        params = {"value": head, "trunk": trunk} if critic.kind == "network" else {"value": head}
+        return TrainState(params, tx.init(params), jnp.int32(0))
+
+    def init(policy: Any) -> TrainState:
+        shapes = jax.eval_shape(fresh, policy)
+        whole = NamedSharding(mesh, PartitionSpec())
+        lie = {"value": {"w": whole, "b": whole}}
+        if critic.kind == "network":
+            lie["trunk"] = sharding.shardings(transformer.logical_axes(config), shapes.params["trunk"], mesh)
+        return jax.jit(fresh, out_shardings=placed(tx, shapes, lie, mesh))(policy)
+
+    def of(params: Any, policy: Any, batch: Batch) -> Array:
+        trunk = params["trunk"] if critic.kind == "network" else stop_gradient(policy)
+        hidden = response_hidden(config, {k: v for k, v in trunk.items() if k != "head"}, batch)[0]
+        w, b = params["value"]["w"], params["value"]["b"]
+        return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), w, precision="highest") + b
+
+    @jax.jit
+    def values(params: Any, policy: Any, batch: Batch) -> Array:
+        out = jax.lax.map(lambda b: of(params, policy, b), cut(batch, micro_batches))
+        return jnp.where(batch.mask, joined(out, batch.prefix.shape[0]), 0.0)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, policy: Any, batch: Batch) -> tuple[TrainState, Metrics]:
+        def loss(params: Any, b: Batch) -> tuple[Array, None]:
+            x = losses.value_loss(of(params, policy, b), b.values, b.returns, b.mask, critic.clip)
+            return jnp.sum(b.weights * x), None
+
+        grads, value, _ = accumulate(loss, state.params, batch, micro_batches)
+        state, taken = applied(tx, state, grads, value, batch.weights)
+        return state, {f"critic/{name}": x for name, x in taken.items()}
+
+    return ValueFunction(init, values, step)
+
+
+def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
+    """1 − Var(returns − values) / Var(returns) over the trained tokens: 1 is perfect, 0 no better than a constant.
+
+    values, returns, mask: [B,T].  0 where the returns do not vary.
+    """
+    n = jnp.maximum(jnp.sum(mask), 1)
+    mean = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / n
+    var = lambda x: mean((x - mean(x)) ** 2)
+    total = var(returns)
+    return jnp.where(total == 0, 0.0, 1 - var(returns - values) / jnp.where(total == 0, 1.0, total))

@@ -1,0 +1,256 @@
+"""From scored answers to a new state: the log-probs that are needed, advantages, the optimiser steps of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.config import Config
+from jaxrl_llm.data import templates
+from jaxrl_llm.data.stream import Stream
+from jaxrl_llm.data.tokenizers import Tokenizer
+from jaxrl_llm.learner import batching, critic
+from jaxrl_llm.learner.optim import make_optimizer, reset_moments, schedule
+from jaxrl_llm.learner.train_step import init_state, make_logprobs, make_train_step
+from jaxrl_llm.objective import advantages, losses
+from jaxrl_llm.objective.algorithms import Algorithm, call, wants
+from jaxrl_llm.parallel import sharding
+from jaxrl_llm.sampler.groups import Scored, encoded
+from jaxrl_llm.types import Batch, Reward, Rollouts, Task, TrainState
+
+_with_weights = jax.jit(batching.with_weights, static_argnames=("norm", "max_len", "nll", "phase_weights"))
+_explained_variance = jax.jit(critic.explained_variance)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a run's steps share: the config, what was built from it, and the compiled functions."""
+
+    config: Config
+    task: Task
+    stream: Stream  # of its training prompts
+    tokenizer: Tokenizer
+    mesh: Mesh
+    tx: optax.GradientTransformation
+    train_step: Callable
+    logprobs: Callable
+    assign: Callable
+    choose: Callable
+    learning_rate: optax.Schedule
+    critic: critic.ValueFunction | None = None
+    ref_params: Any = None  # only when the algorithm has a reference policy
+
+
+def build(config: Config) -> Learner:
+    """Everything that a config stands for, before any parameter exists. Raises ValueError as `config.validate` does."""
+    configs.validate(config)
+    a, r = config.algorithm, config.rollout
+    tokenizer = config.tokenizer()
+    if tokenizer.size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {config.model.vocab_size}; expected at least {tokenizer.size} (tokenizer)"
+        )
+    updates = config.steps * a.steps_per_batch
+    tx = make_optimizer(config.optimizer, updates)
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    value = None
+    if a.critic is not None:
+        critic_tx = make_optimizer(a.critic.optimizer, config.total_steps * a.critic.updates)
+        value = critic.make(a.critic, config.model, critic_tx, mesh, config.micro_batches, config.seed)
+    task = templates.applied(config.task(), a.prompt)
+    for side in (task.train, task.test):  # a template that does not fit should not cost a base policy
+        encoded(tokenizer, tuple(side[i] for i in range(min(32, len(side)))), r.max_prompt_tokens)
+    draws = config.total_steps * r.prompts
+    return Learner(
+        config,
+        task,
+        Stream(task.train, config.seed, r.difficulty, draws, a.prioritized, a.retire_above),
+        tokenizer,
+        mesh,
+        tx,
+        make_train_step(config.model, a, tx, r.temperature, config.micro_batches),
+        make_logprobs(config.model, r.temperature, config.micro_batches),
+        jax.jit(partial(assign, a)),
+        jax.jit(partial(choose, a)),
+        schedule(config.optimizer, updates),
+        value,
+    )
+
+
+def fresh_state(learner: Learner, base: Any = None) -> TrainState:
+    """The state at step 0: random parameters, or those of a base policy; the critic, and the advantage's memory."""
+    config, a = learner.config, learner.config.algorithm
+    state = init_state(config.model, learner.tx, config.seed, learner.mesh)
+    if base is not None:
+        state = replace(state, params=base)
+    if learner.critic is not None:
+        state = replace(state, critic=learner.critic.init(state.params))
+    if a.memory is not None:
+        state = replace(state, memory=call(a.memory, {"n_prompts": len(learner.task.train)}))
+    return state
+
+
+def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], step: int) -> np.ndarray:
+    """What is learnt from, float32 [B]: the verifier's values, signed, with length and format if so chosen."""
+    a, group = config.algorithm, (-1, answers.group_size)
+    values = np.array([r.value for r in rewards], np.float32)
+    if a.signed_reward:
+        values = 2 * values - 1
+    have = {
+        "rewards": values,
+        "n_tokens": answers.lengths,
+        "correct": np.array([r.correct for r in rewards]),
+        "max_len": config.rollout.max_response_tokens,
+    }
+    if a.reward is not None:
+        if wants(a.reward, "n_gold"):
+            have["n_gold"] = np.repeat([p.meta["n_gold"] for p in answers.prompts], answers.group_size)
+        values = np.asarray(call(a.reward, have), np.float32)
+    if a.format_reward is not None:
+        values = values + np.array([call(a.format_reward, {"text": t}) for t in answers.texts], np.float32)
+    pretrain = 0 if a.critic is None else a.critic.pretrain
+    if a.length_reward is not None and step - pretrain >= a.length_warmup:
+        grouped = {k: v.reshape(group) if isinstance(v, np.ndarray) else v for k, v in have.items()}
+        values = values + a.length_coef * np.asarray(call(a.length_reward, grouped), np.float32).reshape(-1)
+    wrong = np.flatnonzero(~np.isfinite(values)) if values.shape == answers.lengths.shape else [0]
+    if len(wrong):
+        prompt = answers.prompts[wrong[0] // answers.group_size]
+        raise ValueError(f"shaped rewards of prompt {prompt.id} are {values}; expected finite numbers, one an answer")
+    return values
+
+
+def assign(
+    algorithm: Algorithm, batch: Batch, rewards: Array, lengths: Array, kept: Array, prompt_ids: Array, memory: Any
+) -> tuple[Batch, Any]:
+    """The batch with its advantages (and the critic's returns), and the memory after these prompts' visits. Jitted.
+
+    Responses that a filter took out of the mask still count, whole, in their group: `lengths` are all tokens'.
+    """
+    a, rows = algorithm, batch.mask.shape[0]
+    whole = jnp.arange(batch.mask.shape[1])[None] < lengths[:, None]
+    groups = (kept.shape[0], rows // kept.shape[0])
+    kl = jnp.zeros(batch.mask.shape, jnp.float32)
+    if a.needs_reference and a.kl_in == "reward":
+        kl = losses.kl(batch.old_logp, batch.ref_logp, whole, a.kl)
+    # these take the penalty token by token
+    per_token = wants(a.token_advantage, "kl") or (a.critic is not None and wants(a.token_advantage, "rewards"))
+    own = rewards if per_token else rewards - a.kl_coef * kl.sum(axis=1)
+    have = {
+        "rewards": own.reshape(groups),
+        "lengths": lengths.reshape(groups),
+        "mask": batch.mask.reshape(*groups, -1),
+        "prompt_ids": prompt_ids,
+        "state": memory,
+        "kept": kept,
+    }
+    adv = call(a.advantage, have)
+    if a.memory is not None:
+        adv, memory = adv
+    batch = batching.with_advantages(batch, adv.reshape(batch.mask.shape) if adv.ndim == 3 else adv)
+    beta = a.kl_coef if a.kl_in == "reward" else 0.0
+    if a.critic is not None:
+        own = advantages.token_rewards(rewards, kl, batch.mask, beta=beta)
+        returns = advantages.gae(own, batch.values, batch.mask, gamma=a.critic.gamma, lam=a.critic.lam)[1]
+        batch = replace(batch, returns=returns)
+    if a.token_advantage is not None:
+        have = {"rewards": own, "kl": kl, "beta": beta}
+        have |= {name: getattr(batch, name) for name in ("adv", "mask", "values", "old_logp", "sampler_logp")}
+        adv = call(a.token_advantage, have)
+        batch = batching.with_advantages(batch, adv[0] if isinstance(adv, tuple) else adv)
+    if a.whiten:
+        batch = replace(batch, adv=advantages.whiten(batch.adv, batch.mask))
+    return batch, memory
+
+
+def learn_batch(learner: Learner, state: TrainState, seen: Scored) -> tuple[Batch, TrainState]:
+    """The batch on the mesh, with advantages and the log-probs that are needed; the state, whose memory it moves on."""
+    a, answers = learner.config.algorithm, seen.rollouts
+    shape = batching.bucket(int(answers.prompt_lengths.max()) - 1), batching.bucket(int(answers.lengths.max()))
+    placed = sharding.batch_sharding(learner.mesh)
+    batch = batching.make_batch(answers, shape=shape, drop_truncated=a.overlong_filter, kept=seen.kept, sharding=placed)
+    if a.nll_coef:
+        batch = replace(batch, correct=jax.device_put(np.array([r.correct for r in seen.rewards]), placed))
+    if a.bypass:
+        batch = replace(batch, old_logp=batch.sampler_logp)
+    elif seen.old_logp is not None:
+        fit = batch.mask.shape[1] - seen.old_logp.shape[1]
+        batch = replace(batch, old_logp=jax.device_put(np.pad(seen.old_logp, ((0, 0), (0, fit))), placed))
+    elif a.needs_old:
+        batch = replace(batch, old_logp=learner.logprobs(state.params, batch)[0])
+    if a.needs_reference:
+        batch = replace(batch, ref_logp=learner.logprobs(learner.ref_params, batch)[0])
+    if learner.critic is not None:
+        batch = replace(batch, values=learner.critic.values(state.critic.params, state.params, batch))
+    places = np.zeros(len(answers.prompts), np.int64) if answers.places is None else answers.places
+    batch, memory = learner.assign(batch, seen.shaped, answers.lengths, seen.kept, places, state.memory)
+    return batch, replace(state, memory=memory)
+
+
+def choose(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key: Array) -> Batch:
+    """The mini-batch with the tokens chosen by the live policy: for the loss, and those that leave the mask. Jitted."""
+    have = {"logp": logp, "entropy": entropy, "old_logp": batch.old_logp, "adv": batch.adv, "mask": batch.mask}
+    have["key"] = key
+    if algorithm.select is not None:
+        batch = replace(batch, selected=call(algorithm.select, have))
+    if algorithm.token_filter is not None:
+        mask = batch.mask & call(algorithm.token_filter, have)
+        batch = replace(batch, mask=mask, adv=jnp.where(mask, batch.adv, 0.0))
+    return batch
+
+
+def _mini_batches(batch: Batch, parts: int) -> list[Batch]:
+    if parts == 1:
+        return [batch]
+    whole = batching.cut(batch, parts)
+    return [jax.tree.map(lambda x, i=i: x[i], whole) for i in range(parts)]
+
+
+def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
+    """The policy's optimiser steps on the batch, one a mini-batch of whole prompts (or one for each of its phases).
+
+    Metrics are means over the steps; of maxima and minima the extremes.
+    """
+    a, config = learner.config.algorithm, learner.config
+    weigh = partial(_with_weights, norm=a.norm, max_len=a.norm_length or config.rollout.max_response_tokens)
+    weigh = partial(weigh, nll=a.nll_coef != 0, phase_weights=a.phase_weights)
+    policy = replace(state, critic=None, memory=None)
+    if a.optimizer_reset:
+        policy = replace(policy, opt_state=reset_moments(policy.opt_state))
+    taken = []
+    for mini in _mini_batches(batch, a.updates_per_batch) * a.epochs:
+        if a.select is not None or a.token_filter is not None:
+            key = jax.random.fold_in(jax.random.key(config.seed), policy.step)
+            mini = learner.choose(mini, *learner.logprobs(policy.params, mini), key)
+        for phase in (None,) if a.phases is None else call(a.phases, {"old_logp": mini.old_logp, "mask": mini.mask}):
+            policy, m = learner.train_step(policy, weigh(mini, phase=phase))
+            taken.append(m)
+    return replace(policy, critic=state.critic, memory=state.memory), _reduced(taken)
+
+
+def update_critic(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
+    """The critic's optimiser steps on the batch, going round its mini-batches, and how well it foresaw the returns."""
+    c, value = learner.config.algorithm.critic, state.critic
+    minis = [_with_weights(m, norm="token", max_len=None) for m in _mini_batches(batch, c.mini_batches)]
+    taken = []
+    for i in range(c.updates):
+        value, m = learner.critic.step(value, state.params, minis[i % len(minis)])
+        taken.append(m)
+    row = _reduced(taken)
+    row["critic/explained_variance"] = float(_explained_variance(batch.values, batch.returns, batch.mask))
+    return replace(state, critic=value), row
+
+
+def _reduced(taken: list[dict[str, Array]]) -> dict[str, float]:
+    taken = jax.device_get(taken)
+    over = lambda name: np.max if name.endswith("max") else np.min if name.endswith("min") else np.mean
+    return {name: float(over(name)([m[name] for m in taken])) for name in taken[0]}

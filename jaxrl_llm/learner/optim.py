@@ -1,0 +1,39 @@
+"""The optimiser: AdamW with warm-up, a schedule and clipping by the global norm."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl_llm.types import Optimizer
+
+
+def schedule(config: Optimizer, steps: int) -> optax.Schedule:
+    """Learning rate of each of `steps` optimiser steps."""
+    rest = max(1, steps - config.warmup)
+    after = {
+        "constant": optax.constant_schedule(config.lr),
+        "linear": optax.linear_schedule(config.lr, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(config.lr, rest),
+    }[config.schedule]
+    # the first step already moves: warm-up counts 1/warmup, 2/warmup, …
+    warm = optax.linear_schedule(config.lr / max(1, config.warmup), config.lr, max(1, config.warmup - 1))
+    return optax.join_schedules([warm, after], [config.warmup]) if config.warmup else after
+
+
+def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            schedule(config, steps), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
+        ),
+    )
+
+
+def reset_moments(opt_state: optax.OptState) -> optax.OptState:
+    """The same state with Adam's moments and bias correction begun anew; the schedule goes on where it was."""
+    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
+    fresh = lambda x: jax.tree.map(jnp.zeros_like, x) if is_adam(x) else x
+    return jax.tree.map(fresh, opt_state, is_leaf=is_adam)

@@ -1,0 +1,211 @@
+"""Forward, loss, micro-batches, update: one jitted, sharded step without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.lax import stop_gradient
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jaxrl_llm.learner.batching import cut, joined
+from jaxrl_llm.models import attention, transformer
+from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.objective import losses
+from jaxrl_llm.objective.algorithms import Algorithm, call
+from jaxrl_llm.objective.corrections import mismatch_report
+from jaxrl_llm.parallel import sharding
+from jaxrl_llm.types import Batch, TrainState
+
+Metrics = dict[str, Array]
+
+
+def init_state(config: transformer.ModelConfig, tx: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
+    """Fresh parameters and optimiser state, made on the mesh shard by shard."""
+    return jax.jit(partial(_fresh, config, tx), out_shardings=state_shardings(config, tx, mesh))(jax.random.key(seed))
+
+
+def state_shardings(config: transformer.ModelConfig, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shardings of the train state. Optimiser moments lie like their parameters; counters are on every device."""
+    shapes = jax.eval_shape(partial(_fresh, config, tx), jax.random.key(0))
+    return placed(tx, shapes, sharding.shardings(transformer.logical_axes(config), shapes.params, mesh), mesh)
+
+
+def placed(tx: optax.GradientTransformation, shapes: TrainState, params: Any, mesh: Mesh) -> TrainState:
+    """Shardings of a train state of these shapes whose parameters lie as `params` says."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    moments = optax.tree_utils.tree_map_params(
+        tx, lambda _, like: like, shapes.opt_state, params, transform_non_params=lambda _: whole
+    )
+    return TrainState(params, moments, whole)
+
+
+def _fresh(config: transformer.ModelConfig, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
+    params = transformer.init(config, key)
+    return TrainState(params, tx.init(params), jnp.int32(0))
+
+
+def response_hidden(config: transformer.ModelConfig, params: Any, batch: Batch) -> tuple[Array, nnx.Module]:
+    """Final hidden states [B,T,D], aligned with the response, and the model that made them.
+
+    A row of the model is a prompt with all its answers: [prefix | answer 0 | … | answer G-1].
+    """
+    prompts, size = batch.prefix.shape
+    rows, length = batch.inputs.shape
+    group = rows // prompts
+    tokens = jnp.concatenate([batch.prefix, batch.inputs.reshape(prompts, group * length)], axis=1)
+    own = batch.prefix_lengths[:, None] + jnp.tile(jnp.arange(length), group)[None]
+    positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (prompts, size)), own], axis=1)
+    model = nnx.merge(transformer.split(config), params)
+    hidden, _ = model(tokens, positions, attention.grouped(batch.prefix_lengths, size, group))
+    return hidden[:, size:].reshape(rows, length, -1), model
+
+
+def response_logprobs(
+    config: transformer.ModelConfig, params: Any, batch: Batch, temperature: float
+) -> tuple[Array, Array]:
+    """Log-prob of every target and entropy, [B,T], aligned with the response. The one path for every log-prob."""
+    hidden, model = response_hidden(config, params, batch)
+    return token_logprobs(hidden, model.head_matrix(), batch.targets, temperature=temperature)
+
+
+def make_logprobs(config: transformer.ModelConfig, temperature: float, micro_batches: int) -> Callable:
+    """Jitted (params, batch) → log-probs and entropies [B,T], for all that is not differentiated."""
+
+    @jax.jit
+    def logprobs(params: Any, batch: Batch) -> tuple[Array, Array]:
+        out = jax.lax.map(lambda b: response_logprobs(config, params, b, temperature), cut(batch, micro_batches))
+        return jax.tree.map(lambda x: joined(x, batch.prefix.shape[0]), out)
+
+    return logprobs
+
+
+def _arrays(batch: Batch, logp: Array) -> dict[str, Array | None]:
+    """What a loss or a correction may ask for. A model without routers has router ratio 1."""
+    return {
+        "logp": logp,
+        "old_logp": stop_gradient(logp) if batch.old_logp is None else batch.old_logp,
+        "sampler_logp": batch.sampler_logp,
+        "adv": batch.adv,
+        "mask": batch.mask,
+        "selected": batch.selected,
+        "log_router_ratio": jnp.zeros_like(logp) if batch.log_router_ratio is None else batch.log_router_ratio,
+    }
+
+
+def objective(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -> Array:
+    """Σ w·(c·x + β·kl − κ·entropy) + μ·Σ w_nll·(−logp) over these rows."""
+    arrays = _arrays(batch, logp)
+    x = call(algorithm.loss, arrays)
+    if algorithm.correction is not None:
+        x = x * call(algorithm.correction, {**arrays, "logp": stop_gradient(logp)})
+    if algorithm.needs_reference and algorithm.kl_in == "loss":
+        x = x + algorithm.kl_coef * losses.kl(logp, batch.ref_logp, batch.mask, algorithm.kl)
+    if algorithm.entropy_coef:
+        x = x - algorithm.entropy_coef * jnp.where(batch.mask, entropy, 0.0)
+    loss = jnp.sum(batch.weights * x)
+    if algorithm.nll_coef:
+        loss = loss - algorithm.nll_coef * jnp.sum(batch.nll_weights * jnp.where(batch.mask, logp, 0.0))
+    return loss
+
+
+def measure(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -> Metrics:
+    """Means over the trained tokens of the optimiser batch, and the sampler-learner gap.
+
+    A token counts as clipped when the loss has no gradient there though its advantage is not 0; so this holds for any
+    loss, whatever it calls its bounds.
+    """
+    mask, arrays = batch.mask, _arrays(batch, logp)
+    old = arrays["old_logp"]
+    mean = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+    ratio = jnp.exp(jnp.where(mask, logp - old, 0.0))
+    slope = jax.grad(lambda l: jnp.sum(call(algorithm.loss, {**arrays, "logp": l})))(logp)
+    clipped = mask & (slope == 0) & (batch.adv != 0)
+    metrics = {
+        "entropy": mean(entropy),
+        "ratio/mean": mean(ratio),
+        "ratio/max": jnp.max(jnp.where(mask, ratio, 0.0)),
+        "clip/low": mean(clipped & (ratio < 1)),
+        "clip/high": mean(clipped & (ratio > 1)),
+        "kl/old": mean(losses.kl(logp, old, mask, "k3")),
+    }
+    c = None if algorithm.correction is None else call(algorithm.correction, arrays)
+    metrics |= mismatch_report(logp if algorithm.bypass else old, batch.sampler_logp, mask, c)
+    if batch.ref_logp is not None:
+        metrics["kl/ref"] = mean(losses.kl(logp, batch.ref_logp, mask, "k3"))
+    return metrics
+
+
+def accumulate(loss: Callable, params: Any, batch: Batch, micro_batches: int) -> tuple[Any, Array, Any]:
+    """Gradients and value of loss(params, batch) → (value, arrays [B,T]), summed over micro-batches; and its arrays.
+
+    The sum is exact because weights were made over the whole batch.
+    """
+    run = jax.value_and_grad(loss, has_aux=True)
+    if micro_batches == 1:
+        (value, aux), grads = run(params, batch)
+        return grads, value, aux
+
+    def add(carry: Any, micro: Batch) -> tuple[Any, Any]:
+        (value, aux), grads = run(params, micro)
+        return jax.tree.map(jnp.add, carry, (grads, value)), aux
+
+    zero = jax.tree.map(jnp.zeros_like, params), jnp.float32(0)
+    (grads, value), aux = jax.lax.scan(add, zero, cut(batch, micro_batches))
+    return grads, value, jax.tree.map(lambda x: joined(x, batch.prefix.shape[0]), aux)
+
+
+def make_gradients(
+    config: transformer.ModelConfig, algorithm: Algorithm, temperature: float, micro_batches: int
+) -> Callable:
+    """(params, batch) → gradients, loss, metrics."""
+
+    def loss(params: Any, batch: Batch) -> tuple[Array, tuple[Array, Array]]:
+        seen = response_logprobs(config, params, batch, temperature)
+        return objective(algorithm, batch, *seen), seen
+
+    def gradients(params: Any, batch: Batch) -> tuple[Any, Array, Metrics]:
+        grads, value, seen = accumulate(loss, params, batch, micro_batches)
+        return grads, value, measure(algorithm, batch, *map(stop_gradient, seen))
+
+    return gradients
+
+
+def applied(
+    tx: optax.GradientTransformation, state: TrainState, grads: Any, loss: Array, weights: Array
+) -> tuple[TrainState, Metrics]:
+    """The state one step on. A step changes nothing and says `skipped` 1 if its loss or gradient is not finite, or if
+    no token has weight: momentum alone should not move the policy.
+    """
+    norm = optax.tree.norm(grads)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    new = replace(state, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    sound = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.any(weights != 0)
+    new = jax.tree.map(lambda a, b: jnp.where(sound, a, b), new, state)
+    return replace(new, step=state.step + 1), {"loss": loss, "grad_norm": norm, "skipped": 1.0 - sound}
+
+
+def make_train_step(
+    config: transformer.ModelConfig,
+    algorithm: Algorithm,
+    tx: optax.GradientTransformation,
+    temperature: float = 1.0,
+    micro_batches: int = 1,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Jitted (state, batch with weights) → (state, metrics); the state is donated."""
+    gradients = make_gradients(config, algorithm, temperature, micro_batches)
+
+    @partial(jax.jit, donate_argnums=0)
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        grads, loss, metrics = gradients(state.params, batch)
+        state, taken = applied(tx, state, grads, loss, batch.weights)
+        return state, metrics | taken
+
+    return train_step

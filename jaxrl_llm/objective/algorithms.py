@@ -1,0 +1,321 @@
+"""The named methods: a row is a choice of pure functions, not a class.
+
+The trainer hands each function, by keyword, exactly the arrays that its signature names. A new method is a function
+and a row, or an `Algorithm` that an experiment file builds for itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from jaxrl_llm.data import templates
+from jaxrl_llm.objective import advantages, corrections, filters, losses
+from jaxrl_llm.rewards import format as formats
+from jaxrl_llm.rewards import length
+from jaxrl_llm.types import Optimizer
+
+# What the trainer has for each kind of function, by name.
+ARRAYS = {
+    "advantage": ("rewards", "lengths", "mask", "prompt_ids", "state", "kept"),
+    "token_advantage": ("rewards", "adv", "mask", "values", "kl", "beta", "old_logp", "sampler_logp"),
+    "loss": ("logp", "old_logp", "sampler_logp", "adv", "mask", "log_router_ratio", "selected"),
+    "correction": ("logp", "old_logp", "sampler_logp", "adv", "mask"),
+    "select": ("logp", "old_logp", "entropy", "adv", "mask", "key"),
+    "token_filter": ("logp", "old_logp", "entropy", "adv", "mask", "key"),
+    "phases": ("old_logp", "mask"),
+    "reward": ("rewards", "n_tokens", "n_gold", "correct", "max_len"),
+    "length_reward": ("n_tokens", "correct", "max_len"),
+    "format_reward": ("text",),
+    "group_filter": ("correct", "rewards"),
+    "memory": ("n_prompts",),
+}
+# Their value belongs to a response as a whole, and so must what multiplies it.
+RESPONSE_LOSSES = (losses.gspo, losses.gmpo, losses.rspo, losses.opmd)
+TOKEN_CORRECTIONS = (corrections.tis, corrections.mis_token)
+
+
+def call(fn: Callable, available: dict[str, Any]) -> Any:
+    """fn with those of `available` that its signature names and no partial has bound already."""
+    return fn(**{name: available[name] for name in inspect.signature(fn).parameters if name in _free(fn, available)})
+
+
+def wants(fn: Callable | None, name: str) -> bool:
+    """Whether the trainer would hand `name` to fn."""
+    return fn is not None and bool(_free(fn, (name,)))
+
+
+def _free(fn: Callable, names: Any) -> list[str]:
+    bound = fn.keywords if isinstance(fn, partial) else {}
+    return [n for n in inspect.signature(fn).parameters if n in names and n not in bound]
+
+
+def _check(field: str, fn: Callable | None) -> None:
+    if fn is None:
+        return
+    if not callable(fn):
+        raise ValueError(f"algorithm.{field} is {fn!r}; expected a function")
+    try:
+        parameters = inspect.signature(fn).parameters
+    except ValueError as error:  # a partial with a keyword that the function does not have
+        raise ValueError(f"algorithm.{field}: {error}") from error
+    free = [n for n, p in parameters.items() if p.default is p.empty and n not in ARRAYS[field]]
+    if free:
+        raise ValueError(f"algorithm.{field} asks for {free[0]!r}; the trainer has {', '.join(ARRAYS[field])}")
+
+
+@dataclass(frozen=True)
+class Critic:
+    """A value function beside the policy, and how it learns."""
+
+    kind: Literal["network", "head"] = "network"  # a decoder begun as the base policy, or a head on the policy's states
+    head_std: float = 0.0  # of the value head's random weights; 0: V begins as 0
+    gamma: float = 1.0
+    lam: float = 1.0  # λ of the returns it learns; the policy's own is in `token_advantage`
+    clip: float | None = 0.2  # of the value loss
+    updates: int = 1  # optimiser steps per batch of rollouts
+    mini_batches: int = 1  # that the batch is cut into; the steps go round them
+    pretrain: int = 0  # batches of rollouts that it learns from before the policy's first step
+    optimizer: Optimizer = Optimizer(lr=2e-4)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How rewards become an update: loss = Σ w·(c·x + β·kl − κ·entropy) + μ·nll."""
+
+    advantage: Callable  # rewards [P,G] → advantages [P,G] or [P,G,T]
+    loss: Callable  # → x [B,T]
+    norm: Literal["token", "sequence", "prompt", "constant", "otm"]  # how w is made
+    norm_length: int | None = None  # L_max of `constant`; None: the most tokens a response may have
+    correction: Callable | None = None  # → c [B,T]
+    bypass: bool = False  # the sampler's log-probs are the old ones: r = learner/sampler, and no correction
+    kl: str | None = None  # the estimator; None: no reference policy
+    kl_coef: float = 0.0  # β
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coef: float = 0.0  # κ
+    nll_coef: float = 0.0  # μ, of the mean −logp over the tokens of correct responses
+    token_advantage: Callable | None = None  # → advantages [B,T]; rewards are [B], with a critic per token [B,T]
+    whiten: bool = False  # advantages to mean 0 and variance 1 over the batch's tokens
+    critic: Critic | None = None
+    memory: Callable | None = None  # n_prompts → what `advantage` remembers of each prompt: its `state`
+    select: Callable | None = None  # → `selected` [B,T] of the loss, over the optimiser batch
+    token_filter: Callable | None = None  # → Bool[B,T], over the optimiser batch; other tokens leave the mask
+    phases: Callable | None = None  # → masks [B,T], an optimiser step each
+    phase_weights: Literal["batch", "phase"] = "batch"  # whether w's denominators count all tokens or the phase's
+    prompt: Callable = templates.none  # Prompt → Prompt: the template, a length target
+    signed_reward: bool = False  # rewards of 0…1 become −1…+1
+    reward: Callable | None = None  # → [B], in place of the verifier's value
+    format_reward: Callable | None = None  # text → number, added to the reward
+    length_reward: Callable | None = None  # → [P,G], added to the reward
+    length_coef: float = 1.0
+    length_warmup: int = 0  # steps without the length reward
+    overlong_filter: bool = False  # truncated responses leave the loss, and still count in their group
+    group_filter: Callable | None = None  # → Bool[P], the groups that are learnt from
+    resample: bool = True  # sampling goes on until P groups pass the filter; if not, the others leave the loss
+    prioritized: bool = False  # prompts are drawn with probability ∝ 1 − their success rate so far
+    retire_above: float | None = None  # success rate from which a prompt is not drawn again
+    updates_per_batch: int = 1  # mini-batches, cut by whole prompts
+    epochs: int = 1  # over the mini-batches
+    optimizer_reset: bool = False  # a fresh optimiser state for every batch of rollouts
+    paper: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ARRAYS:
+            _check(field, getattr(self, field))
+        if self.kl is not None and self.kl not in losses.KL_KINDS:
+            raise ValueError(f"algorithm.kl is {self.kl!r}; expected one of {', '.join(losses.KL_KINDS)}")
+        if self.kl_coef and self.kl is None:
+            raise ValueError(f"algorithm.kl_coef is {self.kl_coef} but algorithm.kl is None; expected an estimator")
+        if self.bypass and self.correction is not None:
+            raise ValueError(
+                "algorithm.bypass is True and algorithm.correction is set; expected one of them: the ratio is already "
+                "learner/sampler, and the mismatch would count twice"
+            )
+        for name in ("kl_coef", "nll_coef", "length_coef"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"algorithm.{name} is {getattr(self, name)}; expected at least 0")
+        if self.norm_length is not None and self.norm_length < 1:
+            raise ValueError(f"algorithm.norm_length is {self.norm_length}; expected None or at least 1 token")
+        self._check_responses()
+        self._check_advantages()
+        if self.nll_coef and self.token_filter is not None:
+            raise ValueError("algorithm.nll_coef is set; expected 0 with algorithm.token_filter, which would cut it")
+        for needs, field, others in (
+            ("values", "critic", ("token_advantage",)),
+            ("state", "memory", ("advantage",)),
+            ("selected", "select", ("loss",)),
+        ):
+            asking = [o for o in others if wants(getattr(self, o), needs)]
+            if bool(asking) != (getattr(self, field) is not None):
+                have = "is set" if getattr(self, field) is not None else "is None"
+                raise ValueError(f"algorithm.{field} {have}; expected it exactly when {others[0]} names {needs!r}")
+
+    def _check_responses(self) -> None:
+        """A response's value lies on each of its tokens, so that weights, corrections and steps must not part them."""
+        loss = self._base(self.loss)
+        if loss not in RESPONSE_LOSSES:
+            return
+        why = f", as algorithm.loss is {loss.__name__}"
+        if self._base(self.correction) in TOKEN_CORRECTIONS:
+            name = self._base(self.correction).__name__
+            raise ValueError(f"algorithm.correction is {name}; expected a correction of whole responses{why}")
+        if self.norm not in ("sequence", "otm"):
+            raise ValueError(f"algorithm.norm is {self.norm!r}; expected 'sequence' or 'otm'{why}")
+        if self.phases is not None:
+            raise ValueError(f"algorithm.phases is set; expected None{why}")
+
+    def _check_advantages(self) -> None:
+        if self.token_advantage is not None and not wants(self.token_advantage, "adv"):
+            if self.advantage is not advantages.raw:
+                raise ValueError(
+                    "algorithm.advantage is not advantages.raw; algorithm.token_advantage would not see it, as it "
+                    "does not name 'adv'"
+                )
+            gamma = inspect.signature(self.token_advantage).parameters.get("gamma")
+            if self.critic is not None and gamma is not None and gamma.default != self.critic.gamma:
+                raise ValueError(
+                    f"algorithm.critic.gamma is {self.critic.gamma}; expected that of algorithm.token_advantage, "
+                    f"{gamma.default}"
+                )
+        if self._base(self.advantage) is advantages.maxrl and self.signed_reward:
+            raise ValueError("algorithm.signed_reward is True; expected False: maxrl divides by the mean reward")
+
+    @staticmethod
+    def _base(fn: Callable | None) -> Callable | None:
+        return fn.func if isinstance(fn, partial) else fn
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl is not None and self.kl_coef != 0
+
+    @property
+    def steps_per_batch(self) -> int:
+        """The policy's optimiser steps on a batch of rollouts, at most (two for each mini-batch if in phases)."""
+        return self.updates_per_batch * self.epochs * (1 if self.phases is None else 2)
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether the learner's own log-probs have to be taken before the batch's first update."""
+        token_kl = self.needs_reference and self.kl_in == "reward"
+        asked = any(wants(fn, "old_logp") for fn in (self.token_advantage, self.select, self.token_filter))
+        return not self.bypass and (self.steps_per_batch > 1 or token_kl or asked)
+
+
+_GAE_1 = partial(advantages.gae, lam=1.0)
+_GRPO = {"advantage": advantages.grpo, "loss": losses.ppo_clip, "norm": "sequence"}
+
+ALGORITHMS: dict[str, Algorithm] = {
+    # --- with a critic
+    "ppo": Algorithm(
+        advantages.raw, losses.ppo_clip, "token", token_advantage=advantages.gae, critic=Critic(lam=0.95, updates=4),
+        whiten=True, kl="k1", kl_coef=0.05, kl_in="reward", epochs=4, paper="1707.06347",
+    ),
+    "a2c": Algorithm(
+        advantages.raw, losses.reinforce, "token", token_advantage=_GAE_1, critic=Critic(clip=None), paper="1602.01783"
+    ),
+    "orz": Algorithm(
+        advantages.raw, losses.ppo_clip, "token", token_advantage=_GAE_1, critic=Critic(updates=12, mini_batches=12),
+        paper="2503.24290",
+    ),
+    "vapo": Algorithm(
+        advantages.raw, partial(losses.ppo_clip, clip_high=0.28), "token",
+        token_advantage=advantages.length_adaptive_gae, critic=Critic(pretrain=50, updates=16, mini_batches=16),
+        nll_coef=0.1, updates_per_batch=16, paper="2504.05118",
+    ),
+    # --- plain policy gradients
+    "reinforce": Algorithm(
+        advantages.raw, losses.reinforce, "constant", norm_length=1, paper="Williams 1992, Machine Learning 8"
+    ),
+    "reinforce_pp": Algorithm(
+        advantages.raw, losses.ppo_clip, "token", token_advantage=advantages.reinforce_pp, kl="k1", kl_coef=0.01,
+        kl_in="reward", updates_per_batch=8, paper="2501.03262",
+    ),
+    "reinforce_pp_baseline": Algorithm(
+        advantages.reinforce_pp_baseline, losses.ppo_clip, "token", kl="k2", kl_coef=0.001, updates_per_batch=8,
+        paper="2501.03262",
+    ),
+    "rloo": Algorithm(
+        advantages.rloo, losses.reinforce, "constant", norm_length=1, kl="k1", kl_coef=0.05, kl_in="reward",
+        paper="2402.14740",
+    ),
+    "opo": Algorithm(advantages.opo, losses.reinforce, "token", paper="2505.23585"),
+    "gpg": Algorithm(advantages.gpg, losses.gpg, "token", paper="2504.02546"),
+    "maxrl": Algorithm(advantages.maxrl, losses.reinforce, "constant", norm_length=1, paper="2602.02710"),
+    "topr": Algorithm(
+        advantages.raw, losses.topr, "constant", norm_length=1, signed_reward=True, updates_per_batch=16,
+        paper="2503.14286",
+    ),
+    "opmd": Algorithm(
+        advantages.opmd, losses.opmd, "sequence", length_reward=length.kimi_length, length_coef=0.1, length_warmup=20,
+        prioritized=True, updates_per_batch=4, optimizer_reset=True, paper="2501.12599",
+    ),
+    # --- GRPO and what was changed in it
+    "grpo": Algorithm(**_GRPO, kl="k3", kl_coef=0.04, paper="2402.03300"),
+    "dr_grpo": Algorithm(advantages.dr_grpo, losses.ppo_clip, "constant", paper="2503.20783"),
+    "dapo": Algorithm(
+        advantages.grpo, partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28), "token", signed_reward=True,
+        length_reward=partial(length.soft_overlong, cache_len=4096), group_filter=filters.mixed, updates_per_batch=16,
+        paper="2503.14476",
+    ),
+    "gspo": Algorithm(advantages.grpo, losses.gspo, "sequence", updates_per_batch=4, paper="2507.18071"),
+    "gspo_token": Algorithm(advantages.grpo, losses.gspo_token, "sequence", updates_per_batch=4, paper="2507.18071"),
+    "gmpo": Algorithm(advantages.grpo, losses.gmpo, "sequence", updates_per_batch=8, paper="2507.20673"),
+    "cispo": Algorithm(advantages.grpo, losses.cispo, "token", updates_per_batch=16, paper="2506.13585"),
+    "sapo": Algorithm(advantages.grpo, losses.sapo, "sequence", updates_per_batch=4, paper="2511.20347"),
+    "dcpo": Algorithm(
+        advantages.dcpo_sas, losses.dcpo, "otm", memory=advantages.dcpo_sas_init, updates_per_batch=16,
+        paper="2509.02333",
+    ),
+    "rspo": Algorithm(advantages.grpo, losses.rspo, "sequence", updates_per_batch=8, paper="2510.23027"),
+    "lite_ppo": Algorithm(advantages.lite_ppo, losses.ppo_clip, "token", updates_per_batch=4, paper="2508.08221"),
+    "reinforce_rej": Algorithm(
+        advantages.reinforce_rej, losses.ppo_clip, "token", signed_reward=True, updates_per_batch=4, paper="2504.11343"
+    ),
+    "raft_pp": Algorithm(
+        advantages.raft, losses.ppo_clip, "token", signed_reward=True, updates_per_batch=4, paper="2504.11343"
+    ),
+    "passk_grpo": Algorithm(advantages.passk, losses.ppo_clip, "sequence", updates_per_batch=4, paper="2503.19595"),
+    # --- GRPO on chosen tokens
+    "ar": Algorithm(
+        **_GRPO, token_advantage=advantages.reweight, kl="k3", kl_coef=0.001, updates_per_batch=4, paper="2505.12929"
+    ),
+    "lopti": Algorithm(
+        **_GRPO, phases=filters.lopti_phases, kl="k3", kl_coef=0.001, updates_per_batch=4, paper="2505.12929"
+    ),
+    "clip_cov": Algorithm(
+        advantages.grpo, losses.clip_cov, "token", select=losses.select_clip_cov, updates_per_batch=8,
+        paper="2505.22617",
+    ),
+    "kl_cov": Algorithm(
+        advantages.grpo, partial(losses.kl_cov, coef=0.1), "token", select=partial(losses.select_cov, frac=2e-3),
+        updates_per_batch=8, paper="2505.22617",
+    ),
+    # --- whole recipes
+    "olmo3": Algorithm(
+        advantages.dr_grpo, partial(losses.ppo_clip, clip_low=0.2, clip_high=0.272), "token",
+        correction=partial(corrections.tis, cap=2.0), group_filter=filters.varied, retire_above=0.875,
+        paper="2512.13961",
+    ),
+    "scalerl": Algorithm(
+        advantages.scalerl, losses.cispo, "prompt", bypass=True, group_filter=filters.varied, resample=False,
+        retire_above=0.9, paper="2510.13786",
+    ),
+    "simplerl_zoo": Algorithm(
+        **_GRPO, kl="k3", kl_coef=1e-4, entropy_coef=0.001, updates_per_batch=4, paper="2503.18892"
+    ),
+    "r1_zero": Algorithm(
+        **_GRPO, kl="k3", kl_coef=0.001, prompt=templates.r1, format_reward=formats.think_answer, updates_per_batch=16,
+        paper="2501.12948",
+    ),
+    "l1_exact": Algorithm(
+        **_GRPO, kl="k3", kl_coef=0.001, prompt=templates.with_length, reward=length.l1_exact, updates_per_batch=2,
+        paper="2503.04697",
+    ),
+    "l1_max": Algorithm(
+        **_GRPO, kl="k3", kl_coef=0.001, prompt=partial(templates.with_length, text="{question} Think for a maximum of "
+        "{n} tokens."), reward=length.l1_max, updates_per_batch=2, paper="2503.04697",
+    ),
+}  # fmt: skip

@@ -1,0 +1,286 @@
+"""The methods in words, made from the code itself: what `jaxrl algorithms` prints, and docs/algorithms.md.
+
+`python -m jaxrl_llm.reports.catalogue` rewrites the page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxrl_llm.config.functions import unbound
+from jaxrl_llm.objective import advantages, corrections, filters, losses, token_weights
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic
+from jaxrl_llm.reports import latex
+from jaxrl_llm.rewards import length
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "algorithms.md"
+COMMAND = "python -m jaxrl_llm.reports.catalogue"
+WIDTH = 120
+# Where the columns of `table` begin; a longer cell moves the rest of its own row.
+STOPS = {"name": 0, "advantage": 15, "loss": 32, "norm": 59, "extras": 72, "paper": 107}
+INTRODUCTION = f"""\
+# Methods
+
+A method is a row of [algorithms.py](../jaxrl_llm/objective/algorithms.py): a choice of pure functions and of how
+their values are summed. All of them minimise
+
+{{loss}}
+
+over the tokens t of the responses i in an optimiser step's batch: x is the policy loss, w the token weights, c the
+correction for a sampler that differs from the learner, β and κ the coefficients of KL penalty and entropy bonus. With
+`nll_coef` the negative log-likelihood of correct responses is added.
+
+`jaxrl algorithms` prints this table, `jaxrl train EXPERIMENT --algorithm NAME` runs a row in an experiment. A method of
+your own is an `Algorithm` with your functions. This page is made from the code by `{COMMAND}`.
+"""
+
+
+# --- what a row says ----------------------------------------------------------------------------------------------
+
+
+def _show(value: Any) -> str:
+    """A field's value: a function by its name and the keywords that are not its defaults, a dataclass likewise."""
+    if dataclasses.is_dataclass(value):
+        kept = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        default = {f.name: f.default for f in dataclasses.fields(value)}
+        return ", ".join(f"{k}={_show(v)}" for k, v in kept if v != default[k]) or "as by default"
+    if callable(value):
+        fn, keywords = unbound(value)
+        default = {k: p.default for k, p in inspect.signature(fn).parameters.items()}
+        changed = ", ".join(f"{k}={_show(v)}" for k, v in keywords.items() if v != default.get(k))
+        return f"{fn.__name__}({changed})" if changed else fn.__name__
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0").replace("e-0", "e-")
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _facts(a: Algorithm) -> dict[str, str]:
+    """Every field but the paper as text; the three of the KL are one fact, and so are the two of the norm."""
+    facts = {f.name: _show(getattr(a, f.name)) for f in dataclasses.fields(a) if f.name not in ("paper", "kl", "norm")}
+    beta, kind = facts.pop("kl_coef"), a.kl
+    within = " in reward" if facts.pop("kl_in") == "'reward'" else ""
+    limit = facts.pop("norm_length")
+    norm = a.norm if limit == "None" else f"{a.norm}({limit})"
+    first = {name: facts.pop(name) for name in ("advantage", "token_advantage", "loss")}
+    return {**first, "norm": norm, "KL": f"{beta}·{kind}{within}" if a.needs_reference else "None", **facts}
+
+
+_PLAIN_ROW = Algorithm(advantages.raw, losses.reinforce, "token")
+DEFAULTS = _facts(_PLAIN_ROW)
+
+
+def _phrase(field: str, text: str, quote: str = "") -> str:
+    words = field.replace("_", " ")
+    if text in ("None", "False"):
+        return f"no {words}"
+    return words if text == "True" else f"{words} {quote}{text}{quote}"
+
+
+def differences(a: Algorithm, base: Algorithm) -> list[str]:
+    """The fields in which two rows differ, the first's values as words: `loss gspo`, `no KL`."""
+    other = _facts(base)
+    return [_phrase(field, text, "`") for field, text in _facts(a).items() if text != other[field]]
+
+
+def _extras(a: Algorithm) -> list[str]:
+    """What the columns of `table` do not say, the most telling first."""
+    changed = {k: v for k, v in list(_facts(a).items())[4:] if v != DEFAULTS[k]}
+    order = sorted(changed, key=lambda k: ("critic", "KL", "correction", "group_filter", k).index(k))  # stable
+    named = {k: unbound(getattr(a, k))[0].__name__ for k in order if callable(getattr(a, k, None))}
+    return ["critic" if k == "critic" else named.get(k) or _phrase(k, changed[k]) for k in order]
+
+
+def _fit(parts: list[str], width: int) -> str:
+    """The parts that fit, and how many more there are."""
+    for n in range(len(parts), -1, -1):
+        text = ", ".join([*parts[:n], *([f"+{len(parts) - n}"] if n < len(parts) else [])])
+        if len(text) <= width:
+            break
+    return text
+
+
+def _row(cells: Iterable[str]) -> str:
+    line = ""
+    for stop, cell in zip(STOPS.values(), cells, strict=True):
+        line = line.ljust(stop) if len(line) <= stop - 2 or not stop else f"{line}  "
+        line += cell
+    return line.rstrip()
+
+
+def table() -> str:
+    """A line a method, at most 120 columns: name, advantage, loss, norm, extras, paper."""
+    lines = [_row(STOPS)]
+    for name, a in ALGORITHMS.items():
+        steps = [_show(fn) for fn in (a.advantage, a.token_advantage) if fn not in (None, advantages.raw)]
+        extras = _fit(_extras(a), STOPS["paper"] - STOPS["extras"] - 2)
+        lines.append(_row((name, " → ".join(steps) or "raw", _show(a.loss), _facts(a)["norm"], extras, _cited(a))))
+    return "\n".join(lines)
+
+
+def _cited(a: Algorithm) -> str:
+    return a.paper.partition(",")[0]
+
+
+def describe(name: str, a: Algorithm) -> str:
+    """A row in full: its fields that differ from the defaults, and what its functions say of themselves."""
+    shown = [(k, v) for k, v in _facts(a).items() if v != DEFAULTS[k] or k in ("advantage", "loss", "norm")]
+    width = max(len(k) for k, _ in shown)
+    lines = [f"{name}  {_source(a)}", "", *(f"  {k:<{width}}  {v}" for k, v in shown)]
+    for fn in _functions(a):
+        doc = inspect.cleandoc(fn.__doc__ or "").splitlines()
+        lines += ["", f"{_place(fn)}({_parameters(fn)})", *(f"  {line}".rstrip() for line in doc)]
+    return "\n".join(lines)
+
+
+def _source(a: Algorithm) -> str:
+    return f"https://arxiv.org/abs/{a.paper}" if re.fullmatch(r"\d{4}\.\d{5}", a.paper) else a.paper
+
+
+def _functions(a: Algorithm) -> list[Callable]:
+    default = {f.name: f.default for f in dataclasses.fields(a)}
+    values = [unbound(v)[0] for k, v in vars(a).items() if callable(v) and v is not default[k]]
+    values += [losses.kl] if a.needs_reference else []
+    return values + ([losses.value_loss] if a.critic is not None else [])
+
+
+def _place(fn: Callable) -> str:
+    return f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"
+
+
+def _parameters(fn: Callable) -> str:
+    given = inspect.signature(fn).parameters.values()
+    return ", ".join(p.name if p.default is p.empty else f"{p.name}={_show(p.default)}" for p in given)
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+def _public(module: ModuleType) -> list[Callable]:
+    own = lambda fn: inspect.isfunction(fn) and fn.__module__ == module.__name__ and not fn.__name__.startswith("_")
+    return [fn for fn in vars(module).values() if own(fn)]
+
+
+def _equations(lines: Iterable[str], names: Iterable[str] = ()) -> str:
+    """A block of a docstring's equations, with the names of our functions set as such."""
+    ours = (fn.__name__ for module in (losses, advantages, corrections) for fn in _public(module))
+    return latex.fence(lines, {*names, *ours})
+
+
+def _parameters_of(functions: Iterable[Callable]) -> set[str]:
+    return {name for fn in functions for name in inspect.signature(fn).parameters}
+
+
+def _paragraphs(doc: str) -> Iterator[tuple[bool, list[str]]]:
+    """The lines of each paragraph, and whether it is a block of equations."""
+    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(doc)):
+        lines = paragraph.splitlines()
+        yield lines[0].startswith("    "), lines
+
+
+def _markdown(doc: str, names: Iterable[str] = ()) -> list[str]:
+    """A docstring's paragraphs: equations in fences, lists of names and meanings as they stand, papers linked."""
+    out = []
+    for block, lines in _paragraphs(doc):
+        if block and re.match(r"    [a-z_/, ]+ {2,}\S", lines[0]):
+            out.append("\n".join(["```text", *(line[4:] for line in lines), "```"]))
+        else:
+            out.append(_equations(lines, names) if block else _linked("\n".join(lines)))
+    return out
+
+
+def _linked(text: str) -> str:
+    text = re.sub(r"(`[^`]*`)|<(?=[/a-z])", lambda m: m[1] or "&lt;", text)
+    return re.sub(r"(?<![\w./])(\d{4}\.\d{5})(?!\d)", r"[\1](https://arxiv.org/abs/\1)", text)
+
+
+def _users(fn: Callable) -> str:
+    rows = [f"`{name}`" for name, a in ALGORITHMS.items() if fn in _functions(a)]
+    return f"Methods: {', '.join(rows)}." if rows else ""
+
+
+def _entry(fn: Callable) -> list[str]:
+    parameters = inspect.signature(fn).parameters
+    defaults = [f"`{n}={_show(p.default)}`" for n, p in parameters.items() if p.default is not p.empty]
+    last = [f"Defaults: {', '.join(defaults)}." if defaults else "", _users(fn)]
+    return [
+        f"### `{_place(fn)}`",
+        *_markdown(fn.__doc__ or "", parameters),
+        *filter(None, ["  \n".join(filter(None, last))]),
+    ]
+
+
+def _weights() -> list[str]:
+    """Of `token_weights`, whose docstring has a line a norm."""
+    doc = list(_paragraphs(token_weights.token_weights.__doc__))
+    names = inspect.signature(token_weights.token_weights).parameters
+    out = [_linked("\n".join(lines)) for block, lines in doc if not block]
+    for line in next(lines for block, lines in doc if block):
+        norm, *statements = re.split(r" {2,}", line.strip())
+        rows = [f"`{name}`" for name, a in ALGORITHMS.items() if a.norm == norm]
+        out += [f"### `{norm}`", _equations(["   ".join(statements)], names)]
+        out += [f"Methods: {', '.join(rows)}."] if rows else []
+    return out
+
+
+def _methods() -> str:
+    base = ALGORITHMS["grpo"]
+    lines = ["| method | paper | what differs from GRPO |", "|---|---|---|"]
+    for name, a in ALGORITHMS.items():
+        words = "; ".join(differences(a, base)) or f"the base: {', '.join(differences(a, _PLAIN_ROW))}"
+        lines.append(f"| `{name}` | {_linked(a.paper)} | {words} |")
+    return "\n".join(lines)
+
+
+def _fields(cls: type) -> str:
+    """A dataclass's fields with their defaults, and the comments that stand beside them in its source."""
+    source = inspect.getsource(cls)
+    lines = ["| field | default | |", "|---|---|---|"]
+    for f in dataclasses.fields(cls):
+        comment = re.search(rf"^    {f.name}: [^#\n]*# (.*)$", source, re.MULTILINE)
+        default = "" if f.default is dataclasses.MISSING else f"`{_show(f.default)}`"
+        lines.append(f"| `{f.name}` | {default} | {comment[1] if comment else ''} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """The Markdown of docs/algorithms.md."""
+    chosen = [losses.select_cov, losses.select_clip_cov, losses.top_entropy, filters.lopti_phases]
+    apart = [losses.kl, losses.value_loss]
+    sections = {
+        "Policy losses": (losses, [fn for fn in _public(losses) if fn not in chosen + apart]),
+        "Choice of tokens": (None, chosen),
+        "KL penalty and value loss": (None, apart),
+        "Advantages": (advantages, _public(advantages)),
+        "Corrections": (corrections, _public(corrections)),
+        "Length rewards": (length, _public(length)),
+    }
+    shown = [fn for _, functions in sections.values() for fn in functions]
+    others = [fn for a in ALGORITHMS.values() for fn in _functions(a) if fn not in shown]
+    sections["Groups, prompts and forms"] = (None, list(dict.fromkeys(others)))
+    loss = next(lines for block, lines in _paragraphs(losses.__doc__) if block)
+    out = [INTRODUCTION.format(loss=_equations(loss)).strip(), _methods()]
+    for cls in (Algorithm, Critic):
+        out += [f"## Fields of `{cls.__name__}`", _linked(inspect.cleandoc(cls.__doc__)), _fields(cls)]
+    out += ["## Token weights", *_weights()]
+    for title, (module, functions) in sections.items():
+        files = dict.fromkeys(inspect.getmodule(fn).__name__.replace(".", "/") for fn in functions)
+        links = ", ".join(f"[{f}.py](../{f}.py)" for f in files)
+        out += [
+            f"## {title}",
+            f"In {links}.",
+            *(_markdown(module.__doc__, _parameters_of(functions)) if module else []),
+        ]
+        out += [paragraph for fn in functions for paragraph in _entry(fn)]
+    return "\n\n".join(out) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)

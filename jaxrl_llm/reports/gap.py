@@ -1,0 +1,274 @@
+"""The sampler-learner gap of a checkpoint: samplers of several precisions, on several meshes, against one learner.
+
+Each sampler answers the same held-out problems from the same seeds, and the learner scores the very tokens that it
+drew. Δp is the learner's probability of such a token minus the sampler's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.data.tokenizers import Tokenizer
+from jaxrl_llm.learner import batching
+from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.models import transformer
+from jaxrl_llm.objective import corrections
+from jaxrl_llm.parallel import sharding
+from jaxrl_llm.run import evals, trainer
+from jaxrl_llm.sampler import groups
+from jaxrl_llm.types import Rollouts, expect
+
+PRECISIONS = (("float32", ""), ("bfloat16", ""), ("int8", ""), ("int8", "int8"))  # (rollout.dtype, rollout.kv_dtype)
+SHORT = 16  # tokens: answers up to this length are the first bucket, each further one is twice as wide
+POSITIONS = 24  # ranges into which the longest possible answer is cut, at most
+CONTEXT = 20  # tokens shown before a token
+
+_report = jax.jit(corrections.mismatch_report)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The gap over some tokens."""
+
+    answers: int
+    tokens: int
+    mean: float  # |Δp|
+    max: float  # |Δp|
+    mean_log: float  # |Δ log p|, nats
+    k3: float  # nats; like `ess`, see corrections.mismatch_report
+    ess: float
+    above_1: float  # share of tokens with |Δp| > 0.01
+    above_10: float  # share of tokens with |Δp| > 0.1
+
+
+@dataclass(frozen=True)
+class Span:
+    """The gap over a range of lengths or of positions, both ends included."""
+
+    first: int
+    last: int
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Token:
+    """One drawn token on which the two disagree."""
+
+    prompt: str
+    context: str  # the last tokens before it, of the prompt too
+    token: str
+    position: int  # tokens of the answer before it
+    sampler_p: float
+    learner_p: float
+    gap: float  # |Δp|
+
+
+@dataclass(frozen=True)
+class Gap:
+    """One sampler's gap."""
+
+    sampler: str  # its precision
+    mesh: str  # data×fsdp×tensor
+    whole: Stats
+    by_length: tuple[Span, ...]  # of the answer a token is in, tokens; ranges without an answer are left out
+    by_position: tuple[Span, ...]  # tokens of the answer before a token
+    worst: tuple[Token, ...]  # largest |Δp| first
+
+
+# --- what is compared -------------------------------------------------------------------------------------------
+
+
+def load(run: Path, problems: int, samples: int, worst: int) -> tuple[Learner, Any, int]:
+    """A run's learner, set to `problems` × `samples` answers, its newest checkpoint's parameters and step.
+
+    Raises ValueError for problems or samples below 1, worst below 0, and a folder without a run or a checkpoint.
+    """
+    for name, value, least in (("problems", problems, 1), ("samples", samples, 1), ("worst", worst, 0)):
+        expect(value >= least, name, value, f"at least {least}")
+    learner, state, step = trainer.load_state(run)
+    asked = replace(learner.config.evaluation, problems=problems, samples=samples)
+    return replace(learner, config=replace(learner.config, evaluation=asked)), state.params, step
+
+
+def samplers(learner: Learner) -> list[Learner]:
+    """The learner with each sampler in the place of its own: every precision on every mesh, the run's own mesh first.
+
+    Precisions: PRECISIONS and the run's own. Meshes: the run's own, one device, and the widest tensor-parallel one
+    that the visible devices and the model's sizes allow. All draw in this process from the unfiltered distribution,
+    as a filter's renormalisation is no gap.
+    """
+    config, model = learner.config, learner.config.model
+    own = config.rollout.dtype or model.dtype, config.rollout.kv_dtype
+    divisor = math.gcd(model.vocab_size, model.heads, model.kv_heads, model.mlp_width)
+    tensor = max(t for t in range(1, len(jax.devices()) + 1) if divisor % t == 0)
+    found = []
+    for mesh in dict.fromkeys((config.mesh, configs.Mesh(), configs.Mesh(tensor=tensor))):
+        for dtype, kv_dtype in dict.fromkeys((*PRECISIONS, own)):
+            r = replace(config.rollout, dtype=dtype, kv_dtype=kv_dtype, servers=(), top_k=0, top_p=1.0)
+            on = sharding.make_mesh(mesh.data, mesh.fsdp, mesh.tensor)
+            variant = configs.validate(replace(config, rollout=r, mesh=mesh))
+            found.append(replace(learner, config=variant, mesh=on))
+    return found
+
+
+def measure(learner: Learner, params: Any, sampler: Learner, *, worst: int) -> Gap:
+    """The gap of one of `samplers` over the first held-out problems, as many as the learner evaluates.
+
+    params: the learner's, on its mesh. worst: tokens to show. Raises ValueError if a log-prob is not finite.
+    """
+    r, kv = sampler.config.rollout, sampler.config.rollout.kv_dtype
+    answers = sampled(sampler, params)
+    mask = np.arange(answers.tokens.shape[1]) < answers.lengths[:, None]
+    logp = np.where(mask, scored(learner, params, answers), 0.0)
+    for name, values in (("sampler", answers.sampler_logp), ("learner", logp)):
+        expect(np.isfinite(values).all(), f"{name}'s log-probs", float(values.sum()), "finite numbers")
+    whole, by_length, by_position = summary(logp, answers.sampler_logp, mask, r.max_response_tokens)
+    return Gap(
+        f"{r.dtype} + {kv} kv" if kv else r.dtype,
+        "×".join(map(str, sampler.mesh.devices.shape)),
+        whole,
+        by_length,
+        by_position,
+        worst_tokens(learner.tokenizer, answers, logp, worst),
+    )
+
+
+def sampled(sampler: Learner, params: Any) -> Rollouts:
+    """Answers to the held-out problems that `jaxrl eval` takes, from its seeds."""
+    config = sampler.config
+    count = min(config.evaluation.problems, len(sampler.task.test))
+    placed = sharding.shardings(transformer.logical_axes(config.model), params, sampler.mesh)
+    with jax.set_mesh(sampler.mesh):
+        return groups.sample_groups(
+            trainer.make_engine(sampler, jax.device_put(params, placed)),
+            tuple(sampler.task.test[i] for i in range(count)),
+            config.evaluation.samples,
+            seed=evals.SEED_STREAM + config.seed,
+            draws=np.arange(count),
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+        )
+
+
+def scored(learner: Learner, params: Any, answers: Rollouts) -> Float[np.ndarray, "B T"]:
+    """The learner's log-probs of the answers' tokens; about as many answers at a time as a training batch has."""
+    r, count, group = learner.config.rollout, len(answers.prompts), answers.group_size
+    unit = sharding.rows(1, learner.mesh) * learner.config.micro_batches
+    whole = lambda n: -(-n // unit) * unit
+    n = min(whole(max(1, r.prompts * r.group_size // group)), whole(count))
+    parts = -(-count // n)
+
+    def cut(x: np.ndarray) -> np.ndarray:
+        """[parts, …], filled up with the last row."""
+        missing = (parts * n - count) * (len(x) // count)
+        return np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), mode="edge").reshape(parts, -1, *x.shape[1:])
+
+    shape = batching.bucket(int(answers.prompt_lengths.max()) - 1), batching.bucket(int(answers.lengths.max()))
+    batch = jax.tree.map(cut, jax.device_get(batching.make_batch(answers, shape=shape)))
+    placed, logp = sharding.batch_sharding(learner.mesh), []
+    with jax.set_mesh(learner.mesh):
+        for i in range(parts):
+            part = jax.device_put(jax.tree.map(lambda x, i=i: x[i], batch), placed)
+            logp.append(jax.device_get(learner.logprobs(params, part)[0]))
+    return np.concatenate(logp)[: count * group, : answers.tokens.shape[1]]
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------
+
+
+def summary(
+    logp: Float[np.ndarray, "B T"], sampler_logp: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"], longest: int
+) -> tuple[Stats, tuple[Span, ...], tuple[Span, ...]]:
+    """The gap of all tokens, by the length of their answers, and by position.
+
+    longest: tokens that an answer may have; positions are cut into POSITIONS equal ranges of it, or fewer.
+    """
+    width = ((0, 0), (0, longest - mask.shape[1]))  # one shape for all samplers: one compilation
+    logp, sampler_logp, mask = (np.pad(x, width) for x in (logp, sampler_logp, mask))
+    over = partial(_stats, logp, sampler_logp)
+    lengths, position = mask.sum(axis=1), np.arange(longest)
+    edges = [0, *(SHORT * 2**i for i in range(longest.bit_length()))]
+    step = -(-longest // POSITIONS)
+    by_length = [
+        Span(low + 1, high, over(mask & ((low < lengths) & (lengths <= high))[:, None]))
+        for low, high in zip(edges, edges[1:], strict=False)
+    ]
+    by_position = [
+        Span(low, min(low + step, longest) - 1, over(mask & (low <= position) & (position < low + step)))
+        for low in range(0, longest, step)
+    ]
+    there = lambda spans: tuple(s for s in spans if s.stats.tokens)
+    return over(mask), there(by_length), there(by_position)
+
+
+def _stats(logp: np.ndarray, sampler_logp: np.ndarray, mask: np.ndarray) -> Stats:
+    report = {name: float(x) for name, x in _report(logp, sampler_logp, mask).items()}
+    tokens, gap = int(mask.sum()), _gaps(logp, sampler_logp)
+    share = lambda where: float((mask & where).sum() / max(tokens, 1))
+    return Stats(
+        answers=int(mask.any(axis=1).sum()),
+        tokens=tokens,
+        mean=report["gap/mean"],
+        max=report["gap/max"],
+        mean_log=float(np.abs(logp - sampler_logp).sum(where=mask) / max(tokens, 1)),
+        k3=report["gap/k3"],
+        ess=report["gap/ess"],
+        above_1=share(gap > 0.01),
+        above_10=share(gap > 0.1),
+    )
+
+
+def _gaps(logp: np.ndarray, sampler_logp: np.ndarray) -> np.ndarray:
+    """|Δp|"""
+    return np.abs(np.exp(logp, dtype=np.float64) - np.exp(sampler_logp, dtype=np.float64))
+
+
+def worst_tokens(tokenizer: Tokenizer, answers: Rollouts, logp: Float[np.ndarray, "B T"], n: int) -> tuple[Token, ...]:
+    """The `n` tokens with the largest |Δp|, largest first; one that several answers begin with alike counts once."""
+    gaps = _gaps(logp, answers.sampler_logp)
+    gaps[np.arange(gaps.shape[1]) >= answers.lengths[:, None]] = -1.0
+    found: dict[tuple[int, bytes], Token] = {}
+    for i in np.argsort(-gaps, axis=None, kind="stable")[: answers.lengths.sum()]:
+        if len(found) == n:
+            break
+        row, t = divmod(int(i), gaps.shape[1])
+        p, said = row // answers.group_size, answers.tokens[row, : t + 1]
+        before = [*answers.prompt_tokens[p, : answers.prompt_lengths[p]], *said[:-1]]
+        token = Token(
+            prompt=answers.prompts[p].text,
+            context=tokenizer.decode(before[-CONTEXT:]),
+            token=tokenizer.decode(said[-1:]),
+            position=t,
+            sampler_p=float(np.exp(answers.sampler_logp[row, t])),
+            learner_p=float(np.exp(logp[row, t])),
+            gap=float(gaps[row, t]),
+        )
+        found.setdefault((p, said.tobytes()), token)
+    return tuple(found.values())
+
+
+def write(gaps: list[Gap], out: Path, learner: Learner, step: int) -> Path:
+    """out/gap.json: what was measured, and with how many answers at which step. Returns its path."""
+    config, path = learner.config, out / "gap.json"
+    data = {
+        "step": step,
+        "problems": min(config.evaluation.problems, len(learner.task.test)),
+        "samples": config.evaluation.samples,
+        "temperature": config.rollout.temperature,
+        "learner": {"dtype": config.model.dtype, "mesh": "×".join(map(str, learner.mesh.devices.shape))},
+        "samplers": [asdict(gap) for gap in gaps],
+    }
+    temporary = path.with_name("gap.json.tmp")
+    temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    return path

@@ -1,0 +1,179 @@
+"""The supervised stage: worked traces make a base policy.
+
+It is the train step of reinforcement learning with every advantage 1: −Σ w·log π with `token` weights is the
+cross-entropy of the trace, so the two stages share their forward pass, masks and sharding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import types
+from jaxrl_llm.config import Config, Prime
+from jaxrl_llm.data import templates
+from jaxrl_llm.data.stream import Stream
+from jaxrl_llm.data.tokenizers import Tokenizer
+from jaxrl_llm.learner.batching import bucket, make_batch, with_advantages, with_weights
+from jaxrl_llm.learner.optim import make_optimizer, schedule
+from jaxrl_llm.learner.train_step import init_state, make_train_step
+from jaxrl_llm.objective import advantages, losses
+from jaxrl_llm.objective.algorithms import Algorithm
+from jaxrl_llm.parallel import sharding
+from jaxrl_llm.run import metrics
+from jaxrl_llm.run.checkpoint import Checkpoints
+from jaxrl_llm.types import Rollouts, Task, TrainState
+
+LOG_EVERY = 50  # batches
+SAVE_EVERY = 200  # batches
+SUPERVISED = Algorithm(advantages.raw, losses.reinforce, "token")
+
+
+def behaviours(prime: Prime, seed: int, batch: int) -> np.ndarray:
+    """Names of the behaviours of batch number `batch`, one a trace, drawn from its stage's mixture."""
+    last = np.cumsum([s.batches for s in prime.stages])
+    mixture = prime.stages[int(np.searchsorted(last, batch, side="right"))].mixture
+    weights = np.array(list(mixture.values()), np.float64)
+    rng = np.random.default_rng([seed, batch])
+    return rng.choice(list(mixture), prime.traces_per_batch, p=weights / weights.sum())
+
+
+def traces(task: Task, tokenizer: Tokenizer, prime: Prime, seed: int, start: int = 0) -> Iterator[Rollouts]:
+    """Batches of traces, as if a sampler had written them, from batch `start` on. Deterministic in (seed, batch)."""
+    stream = Stream(task.train, seed)
+    n = prime.traces_per_batch
+    for batch in range(start, sum(s.batches for s in prime.stages)):
+        prompts, draws, _ = stream.take(batch * n, n)
+        names = behaviours(prime, seed, batch)
+        texts = tuple(task.trace(p, str(b), int(d)) for p, b, d in zip(prompts, names, draws, strict=True))
+        asked = [tokenizer.encode(p.text) for p in prompts]
+        answered = [[*tokenizer.encode(t), tokenizer.eos_ids[0]] for t in texts]
+        tokens = _pad(answered)
+        lengths = [np.array([len(t) for t in rows], np.int32) for rows in (asked, answered)]
+        finish = np.full(n, types.EOS)
+        logp = np.zeros(tokens.shape, np.float32)
+        yield Rollouts(prompts, _pad(asked), lengths[0], tokens, logp, lengths[1], finish, texts, draws)
+
+
+def _pad(rows: list[list[int]]) -> np.ndarray:
+    out = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+def made_of(config: Config) -> dict[str, Any]:
+    """The part of the config that makes the base policy, as JSON."""
+    own = replace(config.prime, task=None)  # which of the two fields names the task makes no difference
+    data = configs.to_json(replace(config, task=config.prime.task or config.task, prime=own))
+    made = {name: data[name] for name in ("model", "tokenizer", "prime", "task", "seed")}
+    return made | {"prompt": data["algorithm"]["prompt"]}
+
+
+def cache_key(config: Config) -> str:
+    """Hash of everything that makes the base: model, tokenizer, recipe, task, seed and this package's sources."""
+    digest = hashlib.sha256(json.dumps(made_of(config), sort_keys=True).encode())
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cache_folder() -> Path:
+    """Where finished bases are kept: $JAXRL_CACHE, or ~/.cache/jaxrl_llm."""
+    return Path(os.environ.get("JAXRL_CACHE", Path.home() / ".cache" / "jaxrl_llm"))
+
+
+def prime(config: Config, folder: Path, mesh: Mesh, stopping: Callable[[], bool], say: Callable[[str], None]) -> Any:
+    """Parameters of the base policy, from `folder`, else from the cache, else trained into both.
+
+    The folder holds metrics.jsonl, the checkpoint and base.json, which says what it is made of. A stage that was
+    interrupted goes on where it stopped; returns None when `stopping()` interrupts it now.
+    Raises ValueError when the folder holds another base policy, or when the task has no traces to learn from.
+    """
+    total = sum(s.batches for s in config.prime.stages)
+    cached = cache_folder() / cache_key(config)
+    if not folder.exists() and cached.exists():
+        say(f"base policy from {cached}")
+        shutil.copytree(cached, folder)
+    _claim(folder, made_of(config))
+    tx = make_optimizer(config.prime.optimizer, total)
+    state = init_state(config.model, tx, config.seed, mesh)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+    found = checkpoints.restore(state, say)
+    done = found.step if found else 0
+    state = found.state if found else state
+    if done < total:
+        state, done = _train(config, state, done, checkpoints, folder, mesh, stopping, tx)
+        checkpoints.save(done, state, {})
+    checkpoints.close()
+    if done < total:
+        return None
+    if not cached.exists():
+        with contextlib.suppress(OSError):  # a cache that cannot be written, or that another run has filled
+            partial_copy = cached.with_name(f"{cached.name}.{os.getpid()}")
+            shutil.copytree(folder, partial_copy)
+            partial_copy.rename(cached)
+    return state.params
+
+
+def _claim(folder: Path, recipe: dict[str, Any]) -> None:
+    """Write `recipe` to base.json; ValueError when the folder has one that differs."""
+    file = folder / "base.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        whole = file.with_suffix(".tmp")  # a kill must not leave half a file
+        whole.write_text(json.dumps(recipe, indent=1) + "\n")
+        whole.replace(file)
+    elif differs := configs.differences(json.loads(file.read_text()), recipe):
+        raise ValueError(f"{folder} holds another base policy ({'; '.join(differs)}); expected a new folder")
+
+
+def _train(
+    config: Config,
+    state: TrainState,
+    start: int,
+    checkpoints: Checkpoints,
+    folder: Path,
+    mesh: Mesh,
+    stopping: Callable[[], bool],
+    tx: optax.GradientTransformation,
+) -> tuple[TrainState, int]:
+    recipe, total = config.prime, sum(s.batches for s in config.prime.stages)
+    task = templates.applied((recipe.task or config.task)(), config.algorithm.prompt)
+    tokenizer = config.tokenizer()
+    if task.trace is None:
+        raise ValueError("prime.task is without traces; expected a task with Task.trace, or prime=None")
+    learning_rate = schedule(recipe.optimizer, total)
+    train_step = make_train_step(config.model, SUPERVISED, tx, micro_batches=config.micro_batches)
+    ones = np.ones((recipe.traces_per_batch, 1), np.float32)
+    size = length = done = 0
+    with metrics.RunLog(folder, start or None) as log, metrics.Progress(total - start, "priming") as progress:
+        for done, batch in enumerate(traces(task, tokenizer, recipe, config.seed, start), start + 1):
+            # shapes only grow, so that there are few of them
+            size = max(size, bucket(int(batch.prompt_lengths.max()) - 1))
+            length = max(length, bucket(int(batch.lengths.max())))
+            arrays = make_batch(batch, shape=(size, length), sharding=sharding.batch_sharding(mesh))
+            state, m = train_step(state, with_weights(with_advantages(arrays, ones), "token", None))
+            progress.advance()
+            if done % LOG_EVERY == 0 or done == total:
+                row = {k: float(m[k]) for k in ("loss", "entropy", "grad_norm")}
+                row["lr"] = float(learning_rate(done - 1))
+                log.log(done, row)
+                progress.line(f"priming {done:>5}/{total}  loss {row['loss']:.4f}  entropy {row['entropy']:.3f}")
+            if stopping():
+                break
+            if done % SAVE_EVERY == 0 and done < total:
+                checkpoints.save(done, state, {})
+    return state, done

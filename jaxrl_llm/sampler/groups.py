@@ -1,0 +1,235 @@
+"""Groups of answers for prompts, their rewards, and the sampling that goes on until a batch is full."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.data.tokenizers import Tokenizer
+from jaxrl_llm.sampler import decode
+from jaxrl_llm.sampler.requests import Answer, Group, More, Request
+from jaxrl_llm.types import CANCELLED, EOS, Prompt, Reward, Rollouts, Task
+
+
+def encoded(tokenizer: Tokenizer, prompts: tuple[Prompt, ...], max_prompt_tokens: int) -> list[list[int]]:
+    """Token ids of the prompts. Raises ValueError for an empty one or one longer than `max_prompt_tokens`."""
+    ids = [tokenizer.encode(p.text) for p in prompts]
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        if not 0 < len(tokens) <= max_prompt_tokens:
+            raise ValueError(
+                f"prompt {prompt.id} has {len(tokens)} tokens; expected 1 to rollout.max_prompt_tokens = "
+                f"{max_prompt_tokens}"
+            )
+    return ids
+
+
+def request_of(engine: Any, ids: Sequence[int], group: int, *, seed: int, draw: int) -> Request:
+    """A group for a prompt of these token ids, drawn as the engine draws unless told otherwise."""
+    return Request(tuple(ids), group, engine.max_tokens, engine.sampling, engine.stop, seed, draw)
+
+
+def gathered(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], requests: Sequence[Request], groups: Sequence[Group]
+) -> Rollouts:
+    """Answered requests as arrays."""
+    answers = [a for group in groups for a in group]
+    finish = np.array([a.finish for a in answers])
+    said = [a.tokens[:-1] if a.finish == EOS else a.tokens for a in answers]
+    return Rollouts(
+        prompts=tuple(prompts),
+        prompt_tokens=_padded([np.array(r.prompt, np.int32) for r in requests]),
+        prompt_lengths=np.array([len(r.prompt) for r in requests], np.int32),
+        tokens=_padded([a.tokens for a in answers]),
+        sampler_logp=_padded([a.logp for a in answers]),
+        lengths=np.array([len(a.tokens) for a in answers], np.int32),
+        finish=finish,
+        texts=tuple(tokenizer.decode(tokens) for tokens in said),
+        draws=np.array([r.draw for r in requests], np.int64),
+        versions=_padded([a.versions for a in answers]),
+    )
+
+
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
+    out = np.zeros((len(rows), max(map(len, rows))), rows[0].dtype)
+    for old, new in zip(out, rows, strict=True):
+        old[: len(new)] = new
+    return out
+
+
+def sample_groups(
+    engine: Any, prompts: tuple[Prompt, ...], group: int, *, seed: int, draws: np.ndarray, max_prompt_tokens: int
+) -> Rollouts:
+    """`group` answers to each prompt. Raises ValueError for a prompt longer than `max_prompt_tokens`."""
+    ids = encoded(engine.tokenizer, prompts, max_prompt_tokens)
+    asked = [request_of(engine, t, group, seed=seed, draw=int(d)) for t, d in zip(ids, draws, strict=True)]
+    return gathered(engine.tokenizer, prompts, asked, decode.generate(engine, asked))
+
+
+def rescored(engine: Any, answers: Rollouts, *, seed: int) -> np.ndarray:
+    """Log-probs [B,T] of the answers from the programs that drew them, under the engine's weights."""
+    group = answers.group_size
+    asked = [
+        request_of(engine, tokens[:n].tolist(), group, seed=seed, draw=int(draw))
+        for tokens, n, draw in zip(answers.prompt_tokens, answers.prompt_lengths, answers.draws, strict=True)
+    ]
+    rows = [
+        Answer(answers.tokens[i, :n], answers.sampler_logp[i, :n], answers.versions[i, :n], str(answers.finish[i]))
+        for i, n in enumerate(answers.lengths.tolist())
+    ]
+    said = [tuple(rows[p * group : (p + 1) * group]) for p in range(len(asked))]
+    out = np.zeros_like(answers.sampler_logp)
+    for row, logp in zip(out, decode.rescored(engine, asked, said), strict=True):
+        row[: len(logp)] = logp
+    return out
+
+
+def score(task: Task, rollouts: Rollouts) -> list[Reward]:
+    """The verifier's word on each answer. A verifier that raises or returns NaN is an error that names the prompt."""
+    rewards = []
+    for i, (text, finish) in enumerate(zip(rollouts.texts, rollouts.finish, strict=True)):
+        prompt = rollouts.prompts[i // rollouts.group_size]
+        try:
+            reward = task.reward(prompt, text, str(finish))
+            sound = isinstance(reward, Reward) and math.isfinite(reward.value)
+        except Exception as error:
+            raise ValueError(f"reward of prompt {prompt.id} raised {type(error).__name__}: {error}") from error
+        if not sound:
+            raise ValueError(f"reward of prompt {prompt.id} is {reward!r}; expected a Reward with a finite value")
+        rewards.append(reward)
+    return rewards
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt that was handed out, and what has been drawn for it."""
+
+    draw: int
+    place: int  # in Task.train
+    begun: Group = ()  # of a group that its budget has cut
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One group with its rewards."""
+
+    asked: Asked
+    rollouts: Rollouts
+    rewards: tuple[Reward, ...]  # the verifier's
+    shaped: np.ndarray  # float32 [G]: what is learnt from
+    kept: bool  # passed the filter
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Groups for learning, and what was seen of all that were sampled on the way."""
+
+    rollouts: Rollouts
+    rewards: tuple[Reward, ...]  # the verifier's, B
+    shaped: np.ndarray  # float32 [B]: what is learnt from
+    kept: np.ndarray  # bool [P]: groups that passed the filter
+    everything: Rollouts  # rejected groups included
+    all_rewards: tuple[Reward, ...]
+    all_kept: np.ndarray  # bool
+    cut: tuple[Asked, ...] = ()  # prompts handed out whose answers are not among these
+    stale: int = 0  # groups dropped because too old
+    old_logp: np.ndarray | None = None  # float32 [B,T]: from the sampler's own kernels, in place of the learner's
+
+
+def fill_batch(
+    sample: Callable[[More], Iterator[tuple[Request, Group]]],
+    ask: Callable[[], Asked],
+    request: Callable[[Asked], Request],
+    judge: Callable[[Asked, Request, Group], Judged],
+    *,
+    prompts: int,
+    most: int,
+    pending: Sequence[Asked] = (),
+    resample: bool = True,
+) -> Scored:
+    """Groups until `prompts` of them are kept; one that is not is replaced the moment it is known.
+
+    Since a prompt is asked for each that was rejected and none ahead of that, the groups are those of the first draws
+    in their order, whatever order they were answered in. `pending`: groups that were cut before come first. A group
+    that its budget cuts is put aside, and another one begun; when that has happened to a whole batch, the oldest goes
+    on. Without `resample` every group stays, and `kept` tells what passed.
+    Raises RuntimeError with the pass rates when `most` prompts were asked in vain.
+    """
+    under_way: dict[int, Asked] = {}
+    judged: list[Judged] = []
+    first, cut = deque(pending), deque()
+    full, asked = 0, 0
+
+    def more() -> Request | None:
+        nonlocal asked
+        if full + len(under_way) >= prompts or (asked == most and not first and not cut):
+            return None
+        if first:
+            next_one = first.popleft()
+        elif len(cut) >= prompts or asked == most:
+            next_one = cut.popleft()
+        else:
+            asked += 1
+            next_one = ask()
+        under_way[next_one.draw] = next_one
+        return request(next_one)
+
+    for answered, group in sample(more):
+        one = under_way.pop(answered.draw)
+        if any(a.finish == CANCELLED for a in group):
+            cut.append(replace(one, begun=group))
+            continue
+        judged.append(judge(one, answered, group))
+        full += judged[-1].kept or not resample
+    judged.sort(key=lambda j: j.asked.draw)
+    chosen = [j for j in judged if j.kept or not resample]
+    if full < prompts:
+        raise gave_up(judged, prompts, most // prompts)
+    return scored(chosen, judged, (*first, *cut))
+
+
+def gave_up(judged: Sequence[Judged], prompts: int, rounds: int) -> RuntimeError:
+    """What to raise when `rounds` times as many prompts as a batch has were asked in vain."""
+    rates, kept = np.array([[r.correct for r in j.rewards] for j in judged]).mean(axis=1), sum(j.kept for j in judged)
+    return RuntimeError(
+        f"algorithm.group_filter kept {kept} of {len(rates)} groups in rollout.max_rounds = {rounds} "
+        f"rounds; expected {prompts}. Pass rates: {(rates == 0).mean():.0%} of the groups all wrong, "
+        f"{(rates == 1).mean():.0%} all correct, mean {rates.mean():.2f}"
+    )
+
+
+def scored(chosen: Sequence[Judged], judged: Sequence[Judged], cut: Sequence[Asked] = ()) -> Scored:
+    """The groups `chosen` among those `judged`, as arrays."""
+    kept = lambda groups: np.array([j.kept for j in groups])
+    rewards = lambda groups: tuple(r for j in groups for r in j.rewards)
+    whole = joined([j.rollouts for j in chosen])
+    everything = whole if len(chosen) == len(judged) else joined([j.rollouts for j in judged])
+    shaped = np.concatenate([j.shaped for j in chosen])
+    return Scored(whole, rewards(chosen), shaped, kept(chosen), everything, rewards(judged), kept(judged), tuple(cut))
+
+
+def passes(keep: Callable | None, rewards: Sequence[Reward], shaped: np.ndarray) -> bool:
+    """Whether a group filter, which gets those of `correct` and `rewards` that it names, keeps this group."""
+    if keep is None:
+        return True
+    judged = {"correct": np.array([[r.correct for r in rewards]]), "rewards": shaped[None]}
+    return bool(keep(**{name: judged[name] for name in inspect.signature(keep).parameters if name in judged})[0])
+
+
+def joined(parts: Sequence[Rollouts]) -> Rollouts:
+    """One Rollouts of many."""
+
+    def gather(name: str) -> Any:
+        arrays = [getattr(r, name) for r in parts]
+        if arrays[0] is None or isinstance(arrays[0], tuple):
+            return arrays[0] and tuple(x for a in arrays for x in a)
+        width = max(a.shape[1] for a in arrays) if arrays[0].ndim == 2 else None
+        fit = lambda a: a if width is None else np.pad(a, ((0, 0), (0, width - a.shape[1])))
+        return np.concatenate([fit(a) for a in arrays])
+
+    return Rollouts(**{f.name: gather(f.name) for f in fields(Rollouts)})

@@ -1,0 +1,83 @@
+"""Learner mesh → sampler mesh: reshard, cast or quantize, unstack, count the version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.models import transformer
+from jaxrl_llm.parallel import sharding
+from jaxrl_llm.sampler.quantize import Quantized, quantize
+
+QUANTIZED = ("int8", "int4")
+
+
+@dataclass(frozen=True)
+class SamplerWeights:
+    """Parameters as the sampler wants them, and the number of updates behind them."""
+
+    params: Any  # the tree of `transformer.init` with `layers` a list of per-layer trees
+    version: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.nbytes for x in jax.tree.leaves(self.params))
+
+
+def _shared(axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The axes of a matrix along which quantized numbers share a scale.
+
+    Those that are summed over, so that a scale belongs to an output channel; of the embedding, which is looked up and
+    multiplied with, the width.
+    """
+    if axes[0] == "embed":
+        return (0,)
+    return (len(axes) - 1,) if axes[0] == "vocab" else tuple(range(len(axes) - 1))
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None, quantized: str) -> Any:
+    """Cast to the compute dtype, or quantize, and cut the stacked layers apart.
+
+    Decoding runs its layers one after the other, each with a cache of its own: a scan over stacked caches would copy
+    all of them for every token. Weights are whole along `fsdp`, or each token would gather them again.
+    """
+    head_dtype = jnp.float32 if config.fp32_head else config.dtype
+    is_axes = lambda x: isinstance(x, tuple)
+    axes = transformer.logical_axes(config)
+    axes["layers"] = [jax.tree.map(lambda a: a[1:], axes["layers"], is_leaf=is_axes)] * config.layers
+    params = {**params, "layers": [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(config.layers)]}
+    whole = lambda a: tuple(None if m == "fsdp" else m for m in sharding.spec(a))
+
+    def pin(x: jax.Array, spec: tuple) -> jax.Array:
+        if mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def one(path: Any, names: tuple[str, ...], x: jax.Array) -> Any:
+        if path[-1].key == "scale":  # norms are taken in float32, in the learner too
+            return pin(x, whole(names))
+        if quantized and not path[-1].key.endswith("bias"):
+            q, shared = quantize(x, _shared(names), quantized), _shared(names)
+            scale = tuple(None if i in shared else m for i, m in enumerate(whole(names)))
+            return Quantized(pin(q.x, whole(names)), pin(q.scale, scale))
+        dtype = head_dtype if path[0].key in ("head", "embed") else config.dtype
+        return pin(x.astype(dtype), whole(names))
+
+    return jax.tree_util.tree_map_with_path(one, axes, params, is_leaf=is_axes)
+
+
+def push(
+    config: transformer.ModelConfig, params: Any, mesh: Mesh | None, *, version: int = 0, quantized: str = ""
+) -> SamplerWeights:
+    """The learner's parameters for the sampler. No copy passes through the host.
+
+    quantized: int8 or int4: matrices are kept so, with a float32 scale per output channel, and multiplied in the
+    compute dtype.
+    """
+    return SamplerWeights(_unstack(config, params, mesh, quantized), version)

@@ -1,0 +1,188 @@
+"""Groups of answers through JetStream's orchestrator, for `server.serve`, and JetStream's own service beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import numpy as np
+
+from jaxrl_llm import types
+from jaxrl_llm.data.tokenizers import Tokenizer
+from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.sampler.requests import Group, Request
+from jaxrl_llm.sampler.sampling import Sampling
+from jaxrl_llm.sampler.weights import SamplerWeights
+from jaxrl_llm.serving.engine import GREEDY, JetStreamEngine, Job, Listen, js, manifest
+
+
+class Driver(js.orchestrator.Driver):
+    """JetStream's Driver over one engine that both prefills and generates."""
+
+    def __init__(self, engine: JetStreamEngine):
+        engines = {"prefill_engines": [engine], "generate_engines": [engine]}
+        params = {"prefill_params": [engine.load_params()], "generate_params": [engine.load_params()]}
+        super().__init__(**engines, **params, interleaved_mode=True)
+        # Results that wait to be looked at are decoding steps for answers that may have ended.
+        self._detokenize_backlogs[0].maxsize = 1
+
+    def _generate_thread(self, idx: int) -> None:
+        """JetStream asserts that some slot is taken after it has looked for free ones, but the last one may be freed in
+        between. Nothing is lost when no slot is taken, so it starts again."""
+        while True:
+            try:
+                return super()._generate_thread(idx)
+            except AssertionError:
+                if self._generate_slots[idx].qsize() < self._generate_engines[idx].max_concurrent_decodes:
+                    raise
+
+    @property
+    def queued(self) -> int:
+        return self._prefill_backlog.qsize()
+
+    def withdraw(self, job: Job) -> None:
+        """Takes what is left of a job out of the queue."""
+        backlog = self._prefill_backlog
+        with backlog.mutex:
+            kept = [r for r in backlog.queue if r is None or r.prefill_content.job is not job]
+            backlog.queue.clear()
+            backlog.queue.extend(kept)
+
+
+class DriverBackend:
+    """Samples groups through JetStream's Driver. All methods may be called from any thread.
+
+    An error in one of the Driver's threads kills the process: requests are checked before they enter it.
+    """
+
+    def __init__(self, model: ModelConfig, tokenizer: Tokenizer, weights: SamplerWeights, **engine: Any):
+        """engine: keywords of `JetStreamEngine`."""
+        self.engine = JetStreamEngine(model, tokenizer, weights, **engine)
+        self.vocab_size = model.vocab_size
+        self.max_prompt_tokens, self.max_tokens = self.engine.sampler.max_prompt_tokens, self.engine.sampler.max_tokens
+        self.manifest = manifest(weights.params)
+        self.driver = Driver(self.engine)
+        self._jobs: dict[Future[Group], Job] = {}
+        self._lock, self._closed = threading.Lock(), False
+
+    @property
+    def version(self) -> int:
+        return self.engine.weights.held.version
+
+    def submit(self, request: Request, listen: Listen | None = None) -> Future[Group]:
+        """The group, when all of its answers are done. listen: see `Job`.
+
+        Raises ValueError if the request cannot be served, RuntimeError after `close`.
+        """
+        self.engine.check(request)
+        job = Job(request, listen)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the backend is closed")
+            self._jobs[job.future] = job
+            for ticket in job.tickets:
+                active = js.orchestrator.ActiveRequest(request.max_tokens, ticket, prefill_content=ticket)
+                active.is_client_side_tokenization = True  # the Driver need not decode
+                self.driver.place_request_on_prefill_queue(active)
+        job.future.add_done_callback(self._forget)
+        return job.future
+
+    def _forget(self, future: Future[Group]) -> None:
+        with self._lock:
+            del self._jobs[future]
+
+    def cancel(self, future: Future[Group]) -> None:
+        """Ends the group at once with what there is, unless it is done; its slots are free after the call under way."""
+        with self._lock:
+            job = self._jobs.get(future)
+        if job is not None:
+            job.cancel()
+            self.driver.withdraw(job)
+
+    def load(self, leaves: dict[str, np.ndarray], version: int) -> float:
+        """Swaps all weights between two calls of `generate`; the seconds it took. See `Weights.load`."""
+        start = time.monotonic()
+        self.engine.weights.load(leaves, version)
+        return time.monotonic() - start
+
+    def stats(self) -> dict[str, float]:
+        """Slots and those free, answers that wait for one, groups prefilled, tokens, calls of `generate`, version."""
+        slots = self.engine.slots
+        free = sum(ticket is None or not ticket.draft.open for ticket in slots)
+        sizes = {"slots": len(slots), "slots_free": free, "queued": self.driver.queued}
+        return {**sizes, **self.engine.counts, "version": self.version}
+
+    def close(self) -> None:
+        """Cancels what is under way and ends the Driver's threads."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            futures = list(self._jobs)
+        for future in futures:
+            self.cancel(future)
+        self.driver.stop()
+
+
+class Orchestrator(js.orchestrator.LLMOrchestrator):
+    """JetStream's service: text or token ids in, new text or token ids out as they are drawn."""
+
+    def __init__(self, backend: DriverBackend, sampling: Sampling):
+        super().__init__(backend.driver)
+        self._backend, self._sampling, self._draws = backend, sampling, itertools.count()
+
+    async def Decode(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """Nothing is prepended to the prompt, and the end-of-sequence token is not sent.
+
+        INVALID_ARGUMENT: cannot be served. A call that ends early frees its slot.
+        """
+        loop, said = asyncio.get_running_loop(), asyncio.Queue()
+
+        def put(ids: list[int] | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed, nobody listens
+                loop.call_soon_threadsafe(said.put_nowait, ids)
+
+        try:
+            future = self._backend.submit(self._request(request), put)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        context.add_done_callback(lambda _: self._backend.cancel(future))
+        future.add_done_callback(lambda _: put(None))
+        as_text = request.WhichOneof("content") == "text_content"
+        held, sent, ids = [], "", []
+        while (new := await said.get()) is not None:
+            held, ids = held + new, ids + new
+            text = self._backend.engine.sampler.tokenizer.decode(ids) if as_text else ""
+            if not text.endswith("\ufffd"):  # a character that is not whole yet
+                yield _response(text[len(sent) :], held)
+                held, sent = [], text
+        if held:
+            yield _response(text[len(sent) :], held)
+
+    def _request(self, asked: Any) -> Request:
+        content = asked.WhichOneof("content")
+        types.expect(not asked.session_cache, "session_cache", asked.session_cache, "none: sessions are not kept")
+        types.expect(content is not None, "content", content, "text_content or token_content")
+        tokenizer = self._backend.engine.sampler.tokenizer
+        text = content == "text_content"
+        prompt = tokenizer.encode(asked.text_content.text) if text else asked.token_content.token_ids
+        draw = next(self._draws) % 2**32
+        return Request(tuple(prompt), max_tokens=asked.max_tokens, sampling=self._sampling, draw=draw)
+
+
+def _response(text: str, ids: list[int]) -> Any:
+    content = js.jetstream_pb2.DecodeResponse.StreamContent
+    return js.jetstream_pb2.DecodeResponse(stream_content=content(samples=[content.Sample(text=text, token_ids=ids)]))
+
+
+def decode_service(backend: DriverBackend, sampling: Sampling = GREEDY) -> Callable[[grpc.aio.Server], None]:
+    """What adds JetStream's service to a server. sampling: of all of its requests."""
+    add = js.jetstream_pb2_grpc.add_OrchestratorServicer_to_server
+    return lambda server: add(Orchestrator(backend, sampling), server)

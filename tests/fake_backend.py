@@ -1,0 +1,176 @@
+"""A backend without a model: answers computed from the request. As a program: a server with it, for tests to kill."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+
+from jaxrl_llm.sampler.requests import Answer, Group, Request
+from jaxrl_llm.serving import server, supervisor
+
+FAKE = Path(__file__)  # the program
+MANIFEST = {"a/kernel": ((700, 900), np.float32), "a/scale": ((), np.int8), "b": ((3, 5), ml_dtypes.bfloat16)}
+MANIFEST |= {"empty": ((0, 4), np.float32), "last": ((7,), np.int8)}
+
+
+def leaves(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.integers(-100, 100, shape).astype(dtype) for name, (shape, dtype) in MANIFEST.items()}
+
+
+def answers(request: Request, version: int) -> Group:
+    """What every FakeBackend answers; tokens and log-probs do not depend on the version."""
+
+    def answer(g: int) -> Answer:
+        rng = np.random.default_rng([*request.prompt, request.seed, request.draw, g])
+        n = int(rng.integers(1, request.max_tokens + 1))
+        tokens, logp = rng.integers(0, 50, n).astype(np.int32), rng.normal(size=n).astype(np.float32)
+        return Answer(tokens, logp, np.full(n, version, np.int32), "eos")
+
+    return tuple(answer(g) for g in range(request.group))
+
+
+class FakeBackend:
+    """Answers after `delay_s`, all requests at once. `submitted` and `cancelled` are for tests to read."""
+
+    vocab_size, max_prompt_tokens, max_tokens = 50, 16, 64
+
+    def __init__(self, delay_s: float = 0.0):
+        self.delay_s, self.version, self.manifest = delay_s, 0, MANIFEST
+        self.loaded: dict[str, np.ndarray] = {}
+        self.submitted: list[Request] = []
+        self.cancelled: list[Request] = []
+        self.refuses = ""  # a message: every load fails with it
+        self.finish = ""  # what the answers' finish is replaced by
+        self._timers: dict[Future, tuple[threading.Timer, Request]] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, request: Request) -> Future[Group]:
+        if request.stop == ("unservable",):
+            raise ValueError("stop='unservable': expected another")
+        future: Future[Group] = Future()
+        timer = threading.Timer(self.delay_s, self._answer, (future, request))
+        timer.daemon = True
+        with self._lock:
+            self.submitted.append(request)
+            self._timers[future] = timer, request
+        timer.start()
+        return future
+
+    def _answer(self, future: Future[Group], request: Request) -> None:
+        with self._lock:
+            if self._timers.pop(future, None) is None:
+                return
+        group = answers(request, self.version)
+        if self.finish:
+            group = tuple(Answer(a.tokens, a.logp, a.versions, self.finish) for a in group)
+        future.set_exception(OSError("broken")) if request.stop == ("break",) else future.set_result(group)
+
+    def cancel(self, future: Future[Group]) -> None:
+        with self._lock:
+            timer, request = self._timers.pop(future)
+            self.cancelled.append(request)
+        timer.cancel()
+        empty = np.zeros(0, np.int32)
+        future.set_result((Answer(empty, empty.astype(np.float32), empty, "cancelled"),) * request.group)
+
+    def load(self, leaves: dict[str, np.ndarray], version: int) -> float:
+        if self.refuses:
+            raise ValueError(self.refuses)
+        self.loaded, self.version = leaves, version
+        return 0.25
+
+    def stats(self) -> dict[str, float]:
+        return {"slots": 4, "queued": len(self._timers)}
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def running(backend: FakeBackend, *, token=None, cert=None, key=None, max_waiting=256, port=0):
+    """A server in this process, on an event loop in a thread: its address, service and loop."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    call = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(10)
+
+    async def start():
+        grpc_server, bound = server.bind("127.0.0.1", port, token, cert, key)
+        service = server.Service(backend, max_waiting)
+        grpc_server.add_generic_rpc_handlers((service.handlers(),))
+        await grpc_server.start()
+        return grpc_server, service, f"localhost:{bound}"
+
+    try:
+        grpc_server, service, address = call(start())
+        yield SimpleNamespace(address=address, service=service, backend=backend, loop=loop)
+        call(grpc_server.stop(0))
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def until(condition, timeout_s: float = 10.0) -> None:
+    """Waits; AssertionError if the condition does not come true."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def assert_same(group, expected):
+    assert len(group) == len(expected)
+    for a, b in zip(group, expected, strict=True):
+        assert np.array_equal(a.tokens, b.tokens)
+        assert np.array_equal(a.logp, b.logp)
+        assert np.array_equal(a.versions, b.versions)
+        assert a.finish == b.finish
+
+
+@contextmanager
+def process(*command: object):
+    child = subprocess.Popen(
+        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def listening(child: subprocess.Popen) -> str:
+    for line in child.stdout:
+        if line.startswith("listening on "):
+            return line.split()[-1]
+    raise AssertionError(child.stderr.read())
+
+
+def child_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--delay-s", type=float, default=0.0)
+    parser.add_argument("--metrics-port", type=int)
+    parser.add_argument("--supervised", action="store_true")
+    arguments = vars(parser.parse_args())
+    if arguments.pop("supervised"):
+        command = [sys.executable, *(argument for argument in sys.argv if argument != "--supervised")]
+        sys.exit(supervisor.supervise(command, backoff_s=0.05))
+    delay_s = arguments.pop("delay_s")
+    server.serve(lambda: FakeBackend(delay_s), **arguments)

@@ -1,0 +1,151 @@
+"""Log-probs and entropies against float64 loops, gradients against the closed form, and what never is in memory."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.logprobs import token_logprobs
+
+B, T, D, V = 3, 7, 5, 11
+TEMPERATURE = 0.6
+CHUNKS = [1, 2, 3, 7, 16, 20, 21, 22, 1024]  # B·T = 21: some divide it, some do not, some are larger
+
+
+@pytest.fixture(scope="module")
+def case():
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(B, T, D)).astype(np.float32) * 2
+    head = rng.normal(size=(D, V)).astype(np.float32)
+    return hidden, head, rng.integers(0, V, (B, T)).astype(np.int32)
+
+
+def reference(hidden, head, targets, temperature):
+    """A token at a time, in float64."""
+    logp, entropy, probs = np.zeros((B, T)), np.zeros((B, T)), np.zeros((B, T, V))
+    for b in range(B):
+        for t in range(T):
+            z = [sum(float(hidden[b, t, d]) * float(head[d, v]) for d in range(D)) / temperature for v in range(V)]
+            top = max(z)
+            p = np.exp(np.array(z) - top)
+            p /= p.sum()
+            logp[b, t] = np.log(p[targets[b, t]])
+            entropy[b, t] = -sum(x * np.log(x) for x in p)
+            probs[b, t] = p
+    return logp, entropy, probs
+
+
+@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE, 3.0])
+def test_float64_loops(case, temperature):
+    expected = reference(*case, temperature)
+    got = token_logprobs(*case, temperature=temperature, chunk=4)
+    for x, y in zip(got, expected[:2], strict=True):
+        assert x.dtype == jnp.float32
+        assert x.shape == (B, T)
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=4e-6)
+
+
+def test_entropy_is_of_the_tempered_distribution(case):
+    untempered = reference(*case, 1.0)[1]
+    assert np.abs(token_logprobs(*case, temperature=TEMPERATURE)[1] - untempered).min() > 1e-3
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_chunk_size_changes_nothing(case, chunk):
+    whole = token_logprobs(*case, temperature=TEMPERATURE, chunk=B * T)
+    for x, y in zip(token_logprobs(*case, temperature=TEMPERATURE, chunk=chunk), whole, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=2e-6)
+
+
+def test_one_token(case):
+    hidden, head, targets = case
+    logp, entropy = token_logprobs(hidden[1:2, 2:3], head, targets[1:2, 2:3], temperature=TEMPERATURE)
+    expected = reference(*case, TEMPERATURE)
+    np.testing.assert_allclose([logp[0, 0], entropy[0, 0]], [expected[0][1, 2], expected[1][1, 2]], rtol=2e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 64])
+@pytest.mark.parametrize("output", ["logp", "entropy", "both"])
+def test_gradients_are_the_closed_form(case, chunk, output):
+    # For z = hidden·head/τ:  ∂ log π(y)/∂z = 1[y] − π   and   ∂H/∂z = −π·(log π + H)
+    hidden, head, targets = case
+    rng = np.random.default_rng(1)
+    a, b = (
+        rng.normal(size=(2, B, T))
+        * np.array({"logp": [1, 0], "entropy": [0, 1], "both": [1, 1]}[output])[:, None, None]
+    )
+    _, entropy, p = reference(*case, TEMPERATURE)
+    dz = a[..., None] * (np.eye(V)[targets] - p) - b[..., None] * p * (np.log(p) + entropy[..., None])
+    expected = (dz @ head.T.astype(np.float64) / TEMPERATURE, np.einsum("btd,btv->dv", hidden, dz) / TEMPERATURE)
+
+    def total(hidden, head):
+        logp, entropy = token_logprobs(hidden, head, targets, temperature=TEMPERATURE, chunk=chunk)
+        return jnp.sum(a * logp) + jnp.sum(b * entropy)
+
+    for x, y in zip(jax.grad(total, argnums=(0, 1))(hidden, head), expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+
+
+def test_large_logits_stay_finite():
+    hidden, head = np.full((1, 1, 1), 1e4, np.float32), np.array([[1.0, -1.0, 0.0]], np.float32)
+    total = lambda h, y: sum(x.sum() for x in token_logprobs(h, head, y, chunk=1))
+    for target, expected in ((0, 0.0), (1, -2e4)):
+        y = np.full((1, 1), target, np.int32)
+        logp, entropy = token_logprobs(hidden, head, y)
+        np.testing.assert_allclose([logp[0, 0], entropy[0, 0]], [expected, 0.0])
+        assert np.isfinite(jax.grad(total)(hidden, y)).all()
+
+
+def test_bfloat16_hidden_states_keep_a_float32_head(case):
+    hidden, head, targets = case
+    half = jnp.asarray(hidden, jnp.bfloat16)
+    expected = reference(np.asarray(half, np.float32), head, targets, TEMPERATURE)
+    for x, y in zip(token_logprobs(half, head, targets, temperature=TEMPERATURE, chunk=4), expected[:2], strict=True):
+        assert x.dtype == jnp.float32
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=4e-6)
+
+
+def sizes(jaxpr):
+    """Elements of every array in a jaxpr, inner ones included."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval.size for v in equation.outvars if hasattr(v.aval, "shape"))
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from sizes(inner)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_all_tokens_times_vocabulary_never_exists(backward):
+    b, t, d, v, chunk = 4, 16, 3, 40, 8
+    shapes = [jax.ShapeDtypeStruct(s, np.float32) for s in ((b, t, d), (d, v))]
+    targets = jax.ShapeDtypeStruct((b, t), np.int32)
+
+    def total(chunk, hidden, head, targets):
+        logp, entropy = token_logprobs(hidden, head, targets, chunk=chunk)
+        return jnp.sum(logp * entropy)
+
+    def largest(chunk):
+        f = partial(jax.grad(total, argnums=(1, 2)) if backward else total, chunk)
+        compiled = jax.jit(f).lower(*shapes, targets).compile().as_text()
+        in_hlo = [np.prod([int(n) for n in s.split(",")]) for s in re.findall(r"\w\d+\[([\d,]+)\]", compiled)]
+        return max(sizes(jax.make_jaxpr(f)(*shapes, targets).jaxpr)), max(in_hlo)
+
+    assert largest(b * t) == (b * t * v,) * 2  # the probe sees it when it is there
+    assert max(largest(chunk)) <= chunk * v
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_temperature_must_be_positive(case, temperature):
+    with pytest.raises(ValueError, match=f"temperature is {temperature}"):
+        token_logprobs(*case, temperature=temperature)
+
+
+@pytest.mark.parametrize("chunk", [0, -3])
+def test_chunk_must_be_positive(case, chunk):
+    with pytest.raises(ValueError, match=f"chunk is {chunk}"):
+        token_logprobs(*case, chunk=chunk)

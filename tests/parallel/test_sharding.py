@@ -1,0 +1,203 @@
+"""The mesh and the number of micro-batches change where the numbers are, never what they are."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm.data import tokenizers
+from jaxrl_llm.learner.batching import make_batch, with_advantages, with_weights
+from jaxrl_llm.learner.train_step import init_state, make_gradients, make_train_step, state_shardings
+from jaxrl_llm.models import transformer
+from jaxrl_llm.objective import advantages, losses
+from jaxrl_llm.objective.algorithms import Algorithm
+from jaxrl_llm.parallel import sharding
+from jaxrl_llm.sampler import groups, weights
+from jaxrl_llm.sampler.decode import Engine, push_weights
+from jaxrl_llm.sampler.sampling import Sampling
+from jaxrl_llm.types import EOS, LENGTH, Prompt, Rollouts
+
+MODEL = transformer.ModelConfig(
+    vocab_size=16, layers=2, width=16, heads=4, kv_heads=2, head_width=8, mlp_width=32, qkv_bias=True, tied_head=False
+)
+MESHES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 4, 2), (2, 2, 2)]
+MICRO_BATCHES = [1, 2, 4]
+PROMPTS, GROUP, PREFIX, LENGTH_MAX = 32, 3, 5, 7
+ALGORITHM = Algorithm(
+    advantages.grpo,
+    partial(losses.ppo_clip, clip_low=0.1, clip_high=0.15),
+    "prompt",
+    kl="k3",
+    kl_coef=0.1,
+    entropy_coef=0.01,
+    updates_per_batch=2,
+)
+
+
+@cache
+def host_batch():
+    """Ragged prompts and answers, old and reference log-probs that are not the policy's."""
+    rng = np.random.default_rng(0)
+    rows = PROMPTS * GROUP
+    lengths = rng.integers(1, LENGTH_MAX + 1, rows).astype(np.int32)
+    rollouts = Rollouts(
+        prompts=tuple(Prompt(i, "") for i in range(PROMPTS)),
+        prompt_tokens=rng.integers(0, MODEL.vocab_size, (PROMPTS, PREFIX + 1)).astype(np.int32),
+        prompt_lengths=rng.integers(1, PREFIX + 2, PROMPTS).astype(np.int32),
+        tokens=rng.integers(0, MODEL.vocab_size, (rows, LENGTH_MAX)).astype(np.int32),
+        sampler_logp=-rng.exponential(size=(rows, LENGTH_MAX)).astype(np.float32),
+        lengths=lengths,
+        finish=np.where(lengths == LENGTH_MAX, LENGTH, EOS),
+        texts=("",) * rows,
+        draws=np.arange(PROMPTS),
+    )
+    batch = make_batch(rollouts, shape=(PREFIX, LENGTH_MAX))
+    batch = with_advantages(batch, rng.normal(size=(PROMPTS, GROUP)).astype(np.float32))
+    near = lambda: jnp.asarray(-2.5 + 0.3 * rng.normal(size=batch.mask.shape), jnp.float32)
+    batch = jax.tree_util.tree_map(jnp.asarray, batch)
+    return with_weights(replace(batch, old_logp=near(), ref_logp=near()), ALGORITHM.norm, None)
+
+
+@cache
+def host_state():
+    """The same parameters for every mesh, made once."""
+    return jax.device_get(transformer.init(MODEL, jax.random.key(0)))
+
+
+@cache  # a compilation each
+def compute(mesh_shape, micro_batches):
+    """Gradients, loss, metrics and the parameters after one SGD step, on a mesh; and the shapes of the shards."""
+    mesh = sharding.make_mesh(*mesh_shape)
+    placed = state_shardings(MODEL, optax.identity(), mesh).params
+    gradients = make_gradients(MODEL, ALGORITHM, 1.0, micro_batches)
+
+    @partial(jax.jit, out_shardings=(placed, None, None, placed))
+    def run(params, batch):
+        grads, loss, metrics = gradients(params, batch)
+        return grads, loss, metrics, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    with jax.set_mesh(mesh):
+        params = jax.device_put(host_state(), placed)
+        batch = jax.device_put(host_batch(), sharding.batch_sharding(mesh))
+        out = run(params, batch)
+    shapes = [jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), tree) for tree in (params, batch.inputs, out[0])]
+    return jax.device_get(out), shapes
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return compute((1, 1, 1), 1)[0]
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
+def test_same_gradient_loss_and_parameters(reference, mesh_shape, micro_batches):
+    grads, loss, metrics, stepped = compute(mesh_shape, micro_batches)[0]
+    want_grads, want_loss, want_metrics, want_stepped = reference
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
+        bound = 1e-5 * np.abs(want).max()
+        assert np.abs(want).max() > 0, f"{jax.tree_util.keystr(path)} has no gradient"
+        assert np.abs(got - want).max() <= bound, jax.tree_util.keystr(path)
+    for got, want in zip(jax.tree.leaves(stepped), jax.tree.leaves(want_stepped), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert metrics.keys() == want_metrics.keys()
+    for name, want in want_metrics.items():
+        np.testing.assert_allclose(metrics[name], want, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+def test_shards_have_the_expected_shapes():
+    _, (params, inputs, grads) = compute((2, 2, 2), 1)
+    rows = PROMPTS * GROUP
+    assert inputs == (rows // 4, LENGTH_MAX)
+    assert params["embed"] == (16 // 2, 16 // 2)  # vocabulary over tensor, embed over fsdp
+    assert params["head"] == (16 // 2, 16 // 2)
+    attention, mlp = params["layers"]["attention"], params["layers"]["mlp"]
+    assert attention["q"] == (2, 16 // 2, 4 // 2, 8)
+    assert attention["k"] == attention["v"] == (2, 16 // 2, 2 // 2, 8)
+    assert attention["o"] == (2, 4 // 2, 8, 16 // 2)
+    assert attention["q_bias"] == (2, 4 // 2, 8)
+    assert mlp["gate"] == mlp["up"] == (2, 16 // 2, 32 // 2)
+    assert mlp["down"] == (2, 32 // 2, 16 // 2)
+    assert params["norm"]["scale"] == (16 // 2,)
+    assert grads == params
+
+
+def test_the_train_step_keeps_shardings_and_counts_steps():
+    mesh = sharding.make_mesh(1, 4, 2)
+    tx = optax.adamw(1e-3)
+    with jax.set_mesh(mesh):
+        state = init_state(MODEL, tx, 0, mesh)
+        before = jax.tree.map(lambda x: x.sharding, state)
+        step = make_train_step(MODEL, ALGORITHM, tx, 1.0, 2)
+        batch = jax.device_put(host_batch(), sharding.batch_sharding(mesh))
+        old = jax.device_get(state.params)
+        state, metrics = step(state, batch)
+    assert int(state.step) == 1
+    assert float(metrics["skipped"]) == 0
+    assert all(
+        np.any(a != b) for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(jax.device_get(state.params)), strict=True)
+    )
+    same = jax.tree.map(lambda x, s: s.is_equivalent_to(x.sharding, x.ndim), state, before)
+    assert all(jax.tree.leaves(same)), same
+    mu = state.opt_state[0].mu["layers"]["mlp"]["gate"]
+    assert mu.sharding.shard_shape(mu.shape) == (2, 16 // 4, 32 // 2)
+
+
+def test_nan_never_reaches_the_weights():
+    mesh = sharding.make_mesh(1, 1, 1)
+    tx = optax.adamw(1e-3)
+    with jax.set_mesh(mesh):
+        state = init_state(MODEL, tx, 0, mesh)
+        batch = host_batch()
+        poisoned = with_advantages(batch, jnp.full(batch.mask.shape, jnp.nan))
+        old = jax.device_get(state)
+        state, metrics = make_train_step(MODEL, ALGORITHM, tx)(state, poisoned)
+    assert float(metrics["skipped"]) == 1
+    for was, now in zip(jax.tree.leaves(old.params), jax.tree.leaves(jax.device_get(state.params)), strict=True):
+        np.testing.assert_array_equal(was, now)
+    assert int(state.opt_state[0].count) == 0
+
+
+def test_sizes_that_do_not_divide_are_named():
+    mesh = sharding.make_mesh(1, 1, 8)
+    with pytest.raises(ValueError, match=r"tensor = 8 does not divide axis kv_heads = 2 of .*'k'"):
+        state_shardings(MODEL, optax.sgd(0.1), mesh)
+
+
+def test_a_mesh_axis_used_twice_is_refused():
+    with pytest.raises(ValueError, match="twice"):
+        sharding.spec(("heads", "mlp"))
+    with pytest.raises(ValueError, match="'width' has no rule"):
+        sharding.spec(("width",))
+
+
+def test_too_few_devices():
+    with pytest.raises(ValueError, match="4×4×1 needs 16 devices, 8 are visible"):
+        sharding.make_mesh(4, 4, 1)
+
+
+def answers_on(mesh_shape):
+    """Answers to six prompts, eight at a time, sampled with weights that were pushed on a mesh."""
+    prompts = tuple(Prompt(i, "abcdefgh"[: i + 1]) for i in range(6))
+    mesh = sharding.make_mesh(*mesh_shape)
+    with jax.set_mesh(mesh):
+        params = init_state(MODEL, optax.sgd(0.1), 0, mesh).params
+        tokenizer, first = tokenizers.characters("abcdefghijklmn"), weights.push(MODEL, params, mesh)
+        engine = push_weights(Engine(MODEL, tokenizer, first, Sampling(), 12, slots=8, mesh=mesh), params)
+        answers = groups.sample_groups(engine, prompts, GROUP, seed=1, draws=np.arange(6), max_prompt_tokens=8)
+    return answers, engine.weights
+
+
+def test_the_sampler_on_a_mesh_gives_the_same_answers():
+    one, _ = answers_on((1, 1, 1))
+    eight, held = answers_on((2, 2, 2))
+    np.testing.assert_array_equal(one.tokens, eight.tokens)
+    np.testing.assert_allclose(one.sampler_logp, eight.sampler_logp, atol=1e-5)
+    assert held.version == 1
+    gate = held.params["layers"][0]["mlp"]["gate"]
+    assert gate.sharding.shard_shape(gate.shape) == (16, 32 // 2)  # over tensor, and whole along fsdp

@@ -1,0 +1,168 @@
+"""When answers are drawn: in turn, one batch ahead, all the time; answers that go on in the next step."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from cases import CONFIG, PLAIN
+
+from jaxrl_llm.objective import filters
+from jaxrl_llm.run import metrics, trainer
+from jaxrl_llm.run.schedules import SCHEDULES, Position
+from jaxrl_llm.sampler import groups
+from jaxrl_llm.types import CANCELLED, Reward
+
+
+def run(schedule, steps=4, at=None, **rollout):
+    """The learner, and (batch, position after it, row) of each step; the verifier tosses a coin."""
+    config = replace(CONFIG, rollout=replace(CONFIG.rollout, schedule=schedule, max_rounds=40, **rollout), steps=9)
+    learner = trainer.build(replace(config, algorithm=replace(PLAIN, group_filter=filters.mixed)))
+    coin = lambda p, text, f: Reward(float(len(text) % 2), len(text) % 2 == 0)
+    learner = replace(learner, task=replace(learner.task, reward=coin))
+    at, seen = at or Position(), []
+    with jax.set_mesh(learner.mesh):
+        state = trainer.fresh_state(learner)
+        engine, feed = trainer.make_engine(learner, state.params, at.step), SCHEDULES[schedule](learner)
+        try:
+            for _ in range(steps):
+                state, engine, at, batch, row = trainer.one_step(learner, state, engine, at, feed)
+                seen.append((batch, at, row))
+        finally:
+            feed.close()
+    return learner, seen
+
+
+def versions(batch):
+    drawn = np.arange(batch.rollouts.tokens.shape[1]) < batch.rollouts.lengths[:, None]
+    return batch.rollouts.versions[drawn]
+
+
+def draws(seen):
+    return np.concatenate([batch.everything.draws for batch, _, _ in seen]).tolist()
+
+
+def test_in_turn_every_answer_is_of_the_newest_weights():
+    _, seen = run("sync")
+    for k, (batch, at, row) in enumerate(seen):
+        assert set(versions(batch)) == {k}
+        assert row["staleness/max"] == 0
+        assert at.draw == batch.everything.draws[-1] + 1
+        assert at.pending == ()
+    assert draws(seen) == list(range(seen[-1][1].draw))
+
+
+def test_one_batch_ahead():
+    """The first two batches are of the first weights, and each is what it would have been with those weights alone."""
+    learner, seen = run("ahead")
+    assert [set(versions(batch)) for batch, _, _ in seen] == [{0}, {0}, {1}, {2}]
+    assert [row["staleness/max"] for *_, row in seen] == [0, 1, 1, 1]
+    assert draws(seen) == list(range(seen[-1][1].draw))
+    assert [at.step for _, at, _ in seen] == [1, 2, 3, 4]
+    with jax.set_mesh(learner.mesh):
+        first = trainer.make_engine(learner, trainer.fresh_state(learner).params)
+        feed = SCHEDULES["sync"](learner)
+        again, at = feed.next(first, Position(), metrics.Stopwatch())
+        second, _ = feed.next(first, at, metrics.Stopwatch())
+    for (batch, *_), alone in zip(seen, (again, second), strict=False):
+        np.testing.assert_array_equal(batch.rollouts.tokens, alone.rollouts.tokens)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_all_the_time_within_the_bound(most):
+    _, seen = run("async", steps=6, max_staleness=most)
+    used = []
+    for k, (batch, at, row) in enumerate(seen):
+        assert len(batch.rollouts.prompts) == 4
+        assert row["staleness/max"] <= most
+        assert versions(batch).max() <= k
+        assert row["groups/stale"] == batch.stale
+        used += batch.everything.draws.tolist()
+        pending = {asked.draw for asked in at.pending}
+        assert not pending & set(used)
+        assert pending | set(used) <= set(range(at.draw))
+        assert len(pending) <= 4 * (most + 1)
+    assert len(set(used)) == len(used)
+    dropped = sum(row["groups/stale"] for *_, row in seen)
+    last = seen[-1][1]
+    assert len(used) + dropped + len(last.pending) == last.draw  # nothing is lost without being counted
+    if most == 0:
+        assert dropped > 0
+
+
+@pytest.mark.parametrize("schedule", ["ahead", "async"])
+def test_what_goes_wrong_in_the_thread_is_told(schedule, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("in the verifier")
+
+    monkeypatch.setattr(groups, "score", broken)
+    with pytest.raises(ZeroDivisionError, match="in the verifier"):
+        run(schedule)
+
+
+def test_answers_go_on_in_the_next_step_with_their_recorded_log_probs():
+    _, seen = run("sync", steps=5, budget=4, max_response_tokens=10)
+    before = {}
+    continued = 0
+    for batch, at, _ in seen:
+        r = batch.rollouts
+        assert set(r.finish) <= {"eos", "length"}
+        for p, draw in enumerate(r.draws.tolist()):
+            if draw not in before:
+                continue
+            for g, old in enumerate(before.pop(draw)):
+                i, n = p * r.group_size + g, len(old.tokens)
+                continued += old.finish == CANCELLED
+                assert r.tokens[i, :n].tolist() == old.tokens.tolist()
+                np.testing.assert_array_equal(r.sampler_logp[i, :n], old.logp)
+                assert r.versions[i, :n].tolist() == old.versions.tolist()
+                assert r.lengths[i] > n or old.finish != CANCELLED
+        rejected = set(batch.everything.draws.tolist()) - set(r.draws.tolist())
+        before = {draw: group for draw, group in before.items() if draw not in rejected}
+        before |= {asked.draw: asked.begun for asked in at.pending if asked.begun}
+    assert continued > 5
+
+
+def test_a_checkpoint_keeps_what_is_pending():
+    learner, seen = run("sync", steps=2, budget=4)
+    at = seen[-1][1]
+    assert any(a.finish == CANCELLED for asked in at.pending for a in asked.begun)
+    kept = json.loads(json.dumps(trainer._host(learner.config, at)))
+    again = trainer._position(at.step, kept)
+    assert (again.step, again.draw) == (at.step, at.draw)
+    for a, b in zip(at.pending, again.pending, strict=True):
+        assert (a.draw, a.place) == (b.draw, b.place)
+        for x, y in zip(a.begun, b.begun, strict=True):
+            assert x.finish == y.finish
+            for name in ("tokens", "logp", "versions"):
+                np.testing.assert_array_equal(getattr(x, name), getattr(y, name))
+                assert getattr(x, name).dtype == getattr(y, name).dtype
+
+
+def test_zero_gap_old_log_probs_are_the_recorded_ones():
+    _, loose = run("sync", steps=2)
+    assert all(0 < row["gap/max"] < 1e-5 for *_, row in loose)
+    _, seen = run("sync", steps=2, zero_gap=True)
+    for batch, _, row in seen:
+        np.testing.assert_array_equal(batch.old_logp, batch.rollouts.sampler_logp)
+        assert row["gap/max"] == 0
+        assert "perf/rescore_s" in row
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_a_filter_that_keeps_nothing_gives_up(schedule, monkeypatch):
+    monkeypatch.setattr(groups, "passes", lambda *_: False)
+    with pytest.raises(RuntimeError, match=r"kept 0 of 160 groups in rollout.max_rounds = 40 rounds; expected 4"):
+        run(schedule)
+
+
+def test_closing_waits_for_no_answer():
+    """The producer stops at its next call of the decoding loop, not when an answer ends."""
+    learner = trainer.build(replace(CONFIG, rollout=replace(CONFIG.rollout, schedule="async", max_response_tokens=8)))
+    with jax.set_mesh(learner.mesh):
+        engine = trainer.make_engine(learner, trainer.fresh_state(learner).params)
+        feed = SCHEDULES["async"](learner)
+        feed.next(engine, Position(), metrics.Stopwatch())
+        feed.close()
+    assert not feed._thread.is_alive()

@@ -1,0 +1,140 @@
+"""JetStream's own client, over gRPC."""
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import pytest
+from fake_backend import until
+from test_decode import CHAIN, MODEL, PROMPTS, TOKENIZER, chain
+from test_engine import FOREVER, SIZES, TIMEOUT_S, WEIGHTS, A, closing, greedy
+
+from jaxrl_llm.serving.backend import DriverBackend, decode_service
+from jaxrl_llm.serving.engine import js
+
+pb = js.jetstream_pb2
+
+
+@pytest.fixture(scope="module")
+def backend():
+    with closing(DriverBackend(MODEL, TOKENIZER, WEIGHTS, slots=4, **SIZES)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def said_to():
+    """What is to be said to three prompts."""
+    return greedy(PROMPTS[0], PROMPTS[2], A)
+
+
+def serving(made, talk):
+    """The result of talk(stub), with a server of JetStream's service."""
+
+    async def run():
+        server = grpc.aio.server()
+        decode_service(made)(server)
+        port = server.add_insecure_port("localhost:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"localhost:{port}") as channel:
+                return await asyncio.wait_for(talk(js.jetstream_pb2_grpc.OrchestratorStub(channel)), TIMEOUT_S)
+        finally:
+            await server.stop(0)
+
+    return asyncio.run(run())
+
+
+def decode_request(text=None, ids=None, max_tokens=40, **fields):
+    if text is not None:
+        fields["text_content"] = pb.DecodeRequest.TextContent(text=text)
+    if ids is not None:
+        fields["token_content"] = pb.DecodeRequest.TokenContent(token_ids=ids)
+    return pb.DecodeRequest(max_tokens=max_tokens, **fields)
+
+
+async def said(stub, request):
+    samples = [r.stream_content.samples[0] async for r in stub.Decode(request)]
+    return "".join(s.text for s in samples), [i for s in samples for i in s.token_ids], len(samples)
+
+
+def test_texts_and_token_ids(backend, said_to):
+    async def talk(stub):
+        health = await stub.HealthCheck(pb.HealthCheckRequest())
+        asked = [decode_request(text="abc"), decode_request(ids=PROMPTS[2]), decode_request(ids=A, max_tokens=5)]
+        return health.is_live, await asyncio.gather(*(said(stub, r) for r in asked))
+
+    live, ((text, by_text, parts), (none, by_ids, _), (_, short, _)) = serving(backend, talk)
+    assert live is True
+    expected = [said_to[0], said_to[1], said_to[2][:5]]
+    without_end = [[i for i in ids if i != 1] for ids in expected]
+    assert [by_text, by_ids, short] == without_end
+    assert text == TOKENIZER.decode(by_text)
+    assert none == ""
+    assert parts == -(-len(by_text) // SIZES["tokens_per_call"])
+
+
+def test_the_end_is_not_sent():
+    held = chain({"a": {"b": 1.0}, "b": {"$": 1.0}})[0].weights
+    with closing(DriverBackend(CHAIN, TOKENIZER, held, slots=4, **SIZES)) as made:
+        text, ids, _ = serving(made, lambda stub: said(stub, decode_request(text="a")))
+    assert (text, ids) == ("b", TOKENIZER.encode("b"))
+
+
+class Bytes:
+    """A tokenizer whose tokens a and b are the two bytes of é."""
+
+    def encode(self, text, **_):
+        return TOKENIZER.encode(text)
+
+    def decode(self, ids, **_):
+        said = TOKENIZER.decode(ids).encode()
+        return said.replace(b"a", b"\xc3").replace(b"b", b"\xa9").decode("utf-8", "replace")
+
+
+def test_characters_are_sent_whole():
+    held = chain({"c": {"d": 1.0}, "d": {"a": 1.0}, "a": {"b": 1.0}, "b": {"a": 1.0}})[0].weights
+    with closing(DriverBackend(CHAIN, replace(TOKENIZER, hf=Bytes()), held, slots=4, **SIZES)) as made:
+        asked = [decode_request(text="c", max_tokens=n) for n in (6, 7, 8, 9)]
+        got = serving(made, lambda stub: asyncio.gather(*(said(stub, r) for r in asked)))
+    ids = TOKENIZER.encode("dabababab")
+    texts = ["déé\ufffd", "dééé", "dééé\ufffd", "déééé"]
+    assert got == [(text, ids[:n], 1) for n, text in zip((6, 7, 8, 9), texts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (decode_request(), "content"),
+        (decode_request(text=""), "prompt"),
+        (decode_request(text="Z"), "no token for"),
+        (decode_request(text="a", session_cache="x"), "session_cache"),
+        (decode_request(ids=[2, 99]), "prompt"),
+        (decode_request(ids=[-1]), "prompt"),
+        (decode_request(ids=[2] * 20), "prompt"),
+        (decode_request(text="a", max_tokens=0), "max_tokens"),
+        (decode_request(text="a", max_tokens=41), "max_tokens"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(backend, said_to, request_, message):
+    async def talk(stub):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await said(stub, request_)
+        return error.value, await said(stub, decode_request(text="abc", max_tokens=4))
+
+    error, (_, ids, _) = serving(backend, talk)
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert message in error.details()
+    assert ids == [i for i in said_to[0][:4] if i != 1]
+
+
+def test_a_client_that_goes_frees_its_slot():
+    async def talk(stub):
+        call = stub.Decode(decode_request(text="a", max_tokens=8000))
+        await call.read()
+        call.cancel()
+
+    held = chain(FOREVER)[0].weights
+    with closing(DriverBackend(CHAIN, TOKENIZER, held, slots=4, **SIZES | {"max_tokens": 8000})) as endless:
+        serving(endless, talk)
+        until(lambda: endless.stats()["slots_free"] == 4)
+        assert 0 < endless.stats()["tokens"] < 8000

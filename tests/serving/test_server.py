@@ -1,0 +1,369 @@
+"""The server: clear statuses for what is wrong, nothing sampled twice, weights whole or not at all, its process."""
+
+import re
+import signal
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import fake_backend
+import grpc
+import numpy as np
+import pytest
+from fake_backend import FAKE, FakeBackend, assert_same, listening, process, running, until
+
+from jaxrl_llm.sampler import rollout_pb2 as pb
+from jaxrl_llm.sampler import wire
+from jaxrl_llm.sampler.requests import Answer, Request
+from jaxrl_llm.sampler.sampling import Sampling
+from jaxrl_llm.serving import server
+
+Code = grpc.StatusCode
+REQUEST = Request((1, 2, 3), group=2, max_tokens=8)
+
+
+@contextmanager
+def channel_to(address: str):
+    with grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield channel
+
+
+@pytest.fixture
+def worker():
+    with running(FakeBackend()) as worker, channel_to(worker.address) as channel:
+        worker.channel = channel
+        yield worker
+
+
+def bytes_of(request: Request, id: str = "1", instance: str = "") -> bytes:
+    return wire.to_request_message(request, id, instance).SerializeToString()
+
+
+def call(channel: grpc.Channel, data: bytes, token: str | None = None, method: str = "Sample", **options) -> bytes:
+    metadata = () if token is None else (("authorization", token),)
+    return channel.unary_unary(f"/jaxrl.Rollout/{method}")(data, metadata=metadata, timeout=10, **options)
+
+
+def group_of(data: bytes):
+    return wire.from_reply(wire.parse(pb.SampleReply, data))
+
+
+def stats(channel: grpc.Channel) -> pb.StatsReply:
+    return wire.parse(pb.StatsReply, call(channel, b"", method="Stats"))
+
+
+def load(channel: grpc.Channel, chunks) -> pb.LoadReply:
+    method = channel.stream_unary("/jaxrl.Rollout/LoadWeights", pb.Chunk.SerializeToString, pb.LoadReply.FromString)
+    return method(iter(chunks), timeout=10)
+
+
+@contextmanager
+def status(code: Code, details: str = ""):
+    with pytest.raises(grpc.RpcError) as error:
+        yield
+    assert error.value.code() is code
+    assert re.search(details, error.value.details()), error.value.details()
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_the_backends(worker):
+    begun = (Answer(np.array([4], np.int32), np.array([-0.5], np.float32), np.array([3], np.int32), "cancelled"),) * 2
+    request = Request((1, 2, 3), 2, 8, Sampling(0.5, 3, 0.9), ("stop",), 5, 6, begun, 3)
+    assert_same(group_of(call(worker.channel, bytes_of(request))), fake_backend.answers(request, version=0))
+    (arrived,) = worker.backend.submitted
+    assert (arrived.sampling, arrived.stop, arrived.seed, arrived.draw) == (Sampling(0.5, 3, 0.9), ("stop",), 5, 6)
+    assert arrived.budget == 3
+    assert_same(arrived.begun, begun)
+
+
+WRONG = {
+    "prompt='17 tokens': expected 1 to 16": Request((1,) * 17),
+    "prompt='0 tokens'": Request(()),
+    r"prompt=\[50, 50\]: expected token ids in \[0, 50\)": Request((50,)),
+    "max_tokens=65": Request((1,), max_tokens=65),
+    "group=0": Request((1,), max_tokens=8, group=0),
+    "group=1025": Request((1,), max_tokens=8, group=1025),
+    "temperature=nan": Request((1,), max_tokens=8, sampling=Sampling(float("nan"))),
+    "seed=-1": Request((1,), max_tokens=8, seed=-1),
+    "stop='unservable'": Request((1,), max_tokens=8, stop=("unservable",)),
+}
+
+
+@pytest.mark.parametrize("details", WRONG)
+def test_what_cannot_be_served_is_refused_by_name(worker, details):
+    with status(Code.INVALID_ARGUMENT, details):
+        call(worker.channel, bytes_of(WRONG[details]))
+    assert worker.backend.submitted == []
+    assert len(group_of(call(worker.channel, bytes_of(REQUEST)))) == 2
+
+
+@pytest.mark.parametrize("method", ["Sample", "Stats"])
+def test_garbage_is_refused(worker, method):
+    with status(Code.INVALID_ARGUMENT, "16 bytes: expected a jaxrl"):
+        call(worker.channel, b"\xff" * 16, method=method)
+    assert stats(worker.channel).ready
+
+
+def test_a_message_too_large_and_a_method_unknown_are_refused(worker):
+    with status(Code.RESOURCE_EXHAUSTED, "larger than max"):
+        call(worker.channel, bytes(wire.MAX_MESSAGE + 1))
+    with status(Code.UNIMPLEMENTED):
+        call(worker.channel, b"", method="Nothing")
+    assert stats(worker.channel).ready
+
+
+def test_a_backend_that_fails_or_cuts_a_group_says_so(worker):
+    with status(Code.UNKNOWN, "broken"):
+        call(worker.channel, bytes_of(Request((1,), max_tokens=8, stop=("break",))))
+    worker.backend.finish = "cancelled"
+    with status(Code.UNAVAILABLE, "cut"):
+        call(worker.channel, bytes_of(REQUEST))
+    worker.backend.finish = ""
+    assert len(group_of(call(worker.channel, bytes_of(REQUEST)))) == 2
+
+
+def test_answers_that_their_budget_has_cut_are_answers(worker):
+    worker.backend.finish = "cancelled"
+    (whole,) = fake_backend.answers(Request((7,), max_tokens=64), 0)
+    budget = len(whole.tokens)
+    (answer,) = group_of(call(worker.channel, bytes_of(Request((7,), max_tokens=64, budget=budget), "1")))
+    assert answer.finish == "cancelled"
+    assert budget < 64  # or the budget is not what bounds it
+    with status(Code.UNAVAILABLE, "cut"):
+        call(worker.channel, bytes_of(Request((7,), max_tokens=64, budget=budget + 1), "2"))
+
+
+def test_a_request_that_comes_again_is_not_sampled_again(worker):
+    worker.backend.delay_s = 0.3
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: call(worker.channel, bytes_of(REQUEST, "same")), range(4)))
+    replies.append(call(worker.channel, bytes_of(REQUEST, "same")))
+    assert len(set(replies)) == 1
+    assert len(worker.backend.submitted) == 1
+    call(worker.channel, bytes_of(REQUEST, "other"))
+    assert len(worker.backend.submitted) == 2
+    values = stats(worker.channel).values
+    assert (values["answered"], values["repeated"]) == (2, 4)
+
+
+def test_an_id_with_another_request_gets_no_foreign_answer(worker):
+    other = Request((3, 2, 1), group=1, max_tokens=8)
+    call(worker.channel, bytes_of(REQUEST, "same"))
+    assert_same(group_of(call(worker.channel, bytes_of(other, "same"))), fake_backend.answers(other, 0))
+
+
+def test_few_replies_are_remembered(worker, monkeypatch):
+    monkeypatch.setattr(server, "REMEMBERED", 2 * len(call(worker.channel, bytes_of(REQUEST, "1"))))
+    for id in ("2", "3", "1", "3"):
+        call(worker.channel, bytes_of(REQUEST, id))
+    assert len(worker.backend.submitted) == 4  # 1 was forgotten, 3 was not
+
+
+def test_a_request_for_an_earlier_life_of_the_server_is_refused(worker):
+    with status(Code.FAILED_PRECONDITION, "restarted"):
+        call(worker.channel, bytes_of(REQUEST, "1", instance="earlier"))
+    call(worker.channel, bytes_of(REQUEST, "1", instance=stats(worker.channel).instance))
+    assert len(worker.backend.submitted) == 1
+
+
+def test_room_is_bounded():
+    with running(FakeBackend(delay_s=60), max_waiting=2) as worker, channel_to(worker.address) as channel:
+        sample = channel.unary_unary("/jaxrl.Rollout/Sample")
+        calls = [sample.future(bytes_of(REQUEST, str(i)), timeout=30) for i in range(2)]
+        until(lambda: len(worker.backend.submitted) == 2)
+        with status(Code.RESOURCE_EXHAUSTED, "2 groups are being sampled"):
+            call(channel, bytes_of(REQUEST, "2"))
+        assert stats(channel).values["running"] == 2
+        calls[0].cancel()
+        until(lambda: len(worker.backend.cancelled) == 1)
+        worker.backend.delay_s = 0
+        call(channel, bytes_of(REQUEST, "2"))
+
+
+def test_a_deadline_and_a_cancelled_call_free_the_slots():
+    with running(FakeBackend(delay_s=60)) as worker, channel_to(worker.address) as channel:
+        sample = channel.unary_unary("/jaxrl.Rollout/Sample")
+        with status(Code.DEADLINE_EXCEEDED):
+            sample(bytes_of(REQUEST, "1"), timeout=0.2)
+        until(lambda: len(worker.backend.cancelled) == 1)
+        twice = [sample.future(bytes_of(REQUEST, "2"), timeout=30) for _ in range(2)]
+        until(lambda: stats(channel).values["repeated"] == 1)
+        twice[0].cancel()
+        time.sleep(0.2)
+        assert len(worker.backend.cancelled) == 1  # the other call still wants it
+        twice[1].cancel()
+        until(lambda: len(worker.backend.cancelled) == 2)
+        until(lambda: stats(channel).values["running"] == 0)
+        worker.backend.delay_s = 0  # what was cancelled is not taken for the answer
+        assert_same(group_of(call(channel, bytes_of(REQUEST, "2"))), fake_backend.answers(REQUEST, 0))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_swapped(worker):
+    sent = fake_backend.leaves()
+    reply = load(worker.channel, wire.to_chunks(sent, 3))
+    assert (reply.version, reply.seconds) == (3, 0.25)
+    assert list(worker.backend.loaded) == list(sent)
+    for name, leaf in sent.items():
+        assert worker.backend.loaded[name].dtype == leaf.dtype
+        assert np.array_equal(worker.backend.loaded[name], leaf)
+    assert stats(worker.channel).version == 3
+    assert group_of(call(worker.channel, bytes_of(REQUEST)))[0].versions[0] == 3
+
+
+def corrupt(chunks):
+    chunks[2].data.data = b"\1" + chunks[2].data.data[1:]
+
+
+DAMAGE = {
+    (Code.DATA_LOSS, "chunk 1: its CRC32"): corrupt,
+    (Code.DATA_LOSS, "sequence=2: expected 1"): lambda chunks: chunks.pop(2),
+    (Code.DATA_LOSS, "7 bytes are missing"): lambda chunks: chunks.pop(-2),
+    (Code.DATA_LOSS, "BLAKE2b"): lambda chunks: chunks.pop(),
+    (Code.DATA_LOSS, "a data before the header"): lambda chunks: chunks.pop(0),
+    (Code.DATA_LOSS, "no header"): lambda chunks: chunks.clear(),
+    (Code.INVALID_ARGUMENT, "b dtype"): lambda chunks: setattr(chunks[0].header.leaves[2], "dtype", "float16"),
+    (Code.INVALID_ARGUMENT, "a/scale shape"): lambda chunks: chunks[0].header.leaves[1].shape.append(2),
+    (Code.FAILED_PRECONDITION, "version=3: 4 is loaded"): lambda chunks: setattr(chunks[0].header, "version", 3),
+}
+
+
+@pytest.mark.parametrize("wanted", DAMAGE, ids=lambda wanted: wanted[1])
+def test_damaged_weights_leave_the_old_ones(worker, wanted):
+    load(worker.channel, wire.to_chunks(fake_backend.leaves(0), 4))
+    old, chunks = worker.backend.loaded, list(wire.to_chunks(fake_backend.leaves(1), 5))
+    DAMAGE[wanted](chunks)
+    with status(*wanted):
+        load(worker.channel, chunks)
+    assert worker.backend.loaded is old
+    assert stats(worker.channel).version == 4
+    assert load(worker.channel, wire.to_chunks(fake_backend.leaves(1), 5)).version == 5
+
+
+def test_weights_that_are_garbage_or_that_the_backend_refuses(worker):
+    with status(Code.INVALID_ARGUMENT, "4 bytes: expected a jaxrl.Chunk"):
+        worker.channel.stream_unary("/jaxrl.Rollout/LoadWeights")(iter([b"\xff" * 4]), timeout=10)
+    worker.backend.refuses = "no room"
+    with status(Code.INVALID_ARGUMENT, "no room"):
+        load(worker.channel, wire.to_chunks(fake_backend.leaves(), 1))
+    assert stats(worker.channel).values["loaded"] == 0
+
+
+def test_a_push_that_breaks_off_leaves_the_old_weights_and_room_for_the_next(worker):
+    def endless():
+        yield from list(wire.to_chunks(fake_backend.leaves(), 1))[:3]
+        time.sleep(0.5)
+        raise RuntimeError
+
+    push = worker.channel.stream_unary("/jaxrl.Rollout/LoadWeights", pb.Chunk.SerializeToString)
+    with pytest.raises(grpc.RpcError):
+        push(endless(), timeout=5)
+    assert worker.backend.version == 0
+    assert load(worker.channel, wire.to_chunks(fake_backend.leaves(), 1)).version == 1
+
+
+# --- who may call -----------------------------------------------------------------------------------------------
+
+
+def test_every_method_wants_the_token():
+    with running(FakeBackend(), token="secret") as worker, channel_to(worker.address) as channel:
+        for token in (None, "", "secret", "Bearer", "Bearer wrong", "Bearer secret2", "bearer secret"):
+            for method in ("Sample", "Stats", "Nothing"):
+                with status(Code.UNAUTHENTICATED, "Bearer"):
+                    call(channel, bytes_of(REQUEST), token, method)
+            with status(Code.UNAUTHENTICATED, "Bearer"):
+                load(channel, wire.to_chunks(fake_backend.leaves(), 1))
+        assert worker.backend.submitted == []
+        assert worker.backend.version == 0
+        assert_same(group_of(call(channel, bytes_of(REQUEST), "Bearer secret")), fake_backend.answers(REQUEST, 0))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
+def test_no_wide_host_without_a_token(host):
+    with pytest.raises(ValueError, match=f"host='{host}': expected 127.0.0.1"):
+        server.check_listen(host, None, None, None)
+    server.check_listen(host, "secret", None, None)
+
+
+def test_loopback_needs_no_token():
+    for host in ("127.0.0.1", "::1", "localhost"):
+        server.check_listen(host, None, None, None)
+
+
+def test_bad_ways_to_listen():
+    with pytest.raises(ValueError, match="token=.*not blank") as error:
+        server.check_listen("127.0.0.1", " ", None, None)
+    assert "' '" not in str(error.value)
+    with pytest.raises(ValueError, match="cert, key"):
+        server.check_listen("127.0.0.1", None, str(FAKE), None)
+    with pytest.raises(ValueError, match="key='nowhere': expected a file"):
+        server.check_listen("127.0.0.1", None, str(FAKE), "nowhere")
+    with pytest.raises(ValueError, match="max_waiting=0"):
+        server.Service(FakeBackend(), 0)
+
+
+def test_a_port_that_is_taken(worker):
+    with pytest.raises(OSError, match="cannot listen on 127.0.0.1"), running(FakeBackend(), port=port_of(worker)):
+        pass
+
+
+def port_of(worker) -> int:
+    return int(worker.address.rpartition(":")[2])
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------------
+
+
+def get(port: int, path: str, **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=5) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_readiness_and_metrics(worker):
+    service = None
+    with server.http("127.0.0.1", 0, None, lambda: service) as port:
+        assert get(port, "/healthz")[0] == 200
+        assert get(port, "/readyz")[0] == 503
+        assert get(port, "/metrics")[0] == 200
+        service = worker.service
+        call(worker.channel, bytes_of(REQUEST))
+        assert get(port, "/readyz")[0] == 200
+        code, text = get(port, "/metrics")
+        assert code == 200
+        assert {"jaxrl_answered 1.0", "jaxrl_slots 4.0", "jaxrl_running 0.0"} <= set(text.splitlines())
+        assert "process_cpu_seconds_total" in text  # the default registry's
+        assert get(port, "/other")[0] == 404
+        service.ready = False
+        assert get(port, "/readyz")[0] == 503
+
+
+def test_metrics_want_the_token():
+    with server.http("127.0.0.1", 0, "secret", lambda: None) as port:
+        assert get(port, "/metrics")[0] == get(port, "/metrics", Authorization="Bearer wrong")[0] == 401
+        assert get(port, "/metrics", Authorization="Bearer secret")[0] == 200
+        assert get(port, "/healthz")[0] == 200
+
+
+# --- processes --------------------------------------------------------------------------------------------------
+
+
+def test_a_server_ends_on_sigterm_when_its_groups_are_answered():
+    with process(FAKE, "--port", 0, "--delay-s", 1, "--metrics-port", 0) as child:
+        metrics = int(child.stdout.readline().rpartition(":")[2])
+        with channel_to(listening(child)) as channel:
+            assert get(metrics, "/readyz") == (200, "ready\n")
+            call_ = channel.unary_unary("/jaxrl.Rollout/Sample").future(bytes_of(REQUEST), timeout=10)
+            until(lambda: stats(channel).values["running"] == 1)
+            child.send_signal(signal.SIGTERM)
+            assert_same(group_of(call_.result()), fake_backend.answers(REQUEST, 0))
+        assert child.wait(10) == 0
