@@ -12,13 +12,15 @@ from functools import partial
 from laptop_dapo import CONFIG as BASE
 
 from jaxrl_llm.objective import losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Updates
 
 CONFIG = replace(
     BASE,
     algorithm=replace(
         ALGORITHMS["clip_cov"],
-        select=partial(losses.select_clip_cov, frac=2e-3),  # of some 2,500 tokens, the paper's 2e-4 would be half a one
+        updates=Updates(
+            select=partial(losses.select_clip_cov, frac=2e-3)
+        ),  # of some 2,500 tokens, the paper's 2e-4 would be half a one
         updates_per_batch=4,
     ),
     optimizer=replace(BASE.optimizer, lr=1e-5),

@@ -11,7 +11,7 @@ from functools import partial
 from laptop_dapo import CONFIG as BASE
 
 from jaxrl_llm.data import templates
-from jaxrl_llm.objective.algorithms import ALGORITHMS
+from jaxrl_llm.objective.algorithms import ALGORITHMS, PromptChoice, Shaping
 from jaxrl_llm.rewards import length
 
 CONFIG = replace(
@@ -19,8 +19,10 @@ CONFIG = replace(
     algorithm=replace(
         ALGORITHMS["l1_max"],
         # the worked answers have 20 to 62 tokens
-        prompt=partial(templates.with_length, low=20, high=60, text="{question}{n}<"),
-        reward=partial(length.l1_max, alpha=0.03),  # half the reward for 17 tokens, as for 1,667 at 3e-4
+        prompts=PromptChoice(partial(templates.with_length, low=20, high=60, text="{question}{n}<")),
+        shaping=Shaping(
+            reward=partial(length.l1_max, alpha=0.03)
+        ),  # half the reward for 17 tokens, as for 1,667 at 3e-4
     ),
     optimizer=replace(BASE.optimizer, lr=1e-5),
 )

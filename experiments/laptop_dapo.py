@@ -11,7 +11,7 @@ from functools import partial
 from jaxrl_llm.config import Config, Prime, Rollout, Stage
 from jaxrl_llm.data import tasks
 from jaxrl_llm.models import presets
-from jaxrl_llm.objective.algorithms import ALGORITHMS
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Shaping
 from jaxrl_llm.rewards.length import soft_overlong
 from jaxrl_llm.types import Optimizer
 
@@ -21,7 +21,11 @@ CONFIG = Config(
     task=partial(tasks.chain, modulus=5, terms=(5, 14)),
     model=presets.NANO,
     prime=Prime(stages=(Stage(batches=400, mixture={"clean": 1.0}), Stage(batches=120, mixture=MIXTURE))),
-    algorithm=replace(ALGORITHMS["dapo"], length_reward=partial(soft_overlong, cache_len=16), updates_per_batch=1),
+    algorithm=replace(
+        ALGORITHMS["dapo"],
+        shaping=Shaping(signed_reward=True, length_reward=partial(soft_overlong, cache_len=16)),
+        updates_per_batch=1,
+    ),
     optimizer=Optimizer(lr=2e-5, warmup=5),
     rollout=Rollout(prompts=32, group_size=8, max_prompt_tokens=48, max_response_tokens=96, max_rounds=40),
     micro_batches=4,

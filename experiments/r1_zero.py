@@ -11,13 +11,15 @@ from functools import partial
 from laptop_dapo import CONFIG as BASE
 
 from jaxrl_llm.data import templates
-from jaxrl_llm.objective.algorithms import ALGORITHMS
+from jaxrl_llm.objective.algorithms import ALGORITHMS, PromptChoice
 
 CONFIG = replace(
     BASE,
     task=partial(templates.tagged, task=BASE.task),  # answers of 85 tokens at most
     algorithm=replace(
-        ALGORITHMS["r1_zero"], prompt=partial(templates.own, text="{question}<think>"), updates_per_batch=4
+        ALGORITHMS["r1_zero"],
+        prompts=PromptChoice(partial(templates.custom, text="{question}<think>")),
+        updates_per_batch=4,
     ),
     optimizer=replace(BASE.optimizer, lr=1e-5),
     rollout=replace(BASE.rollout, stop=("</answer>",)),

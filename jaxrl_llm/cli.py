@@ -38,7 +38,7 @@ def train(
         done = trainer.train(config, out, resume=resume, source=experiment)
     finally:  # also of a run that fails
         if (out / "metrics.jsonl").exists():
-            curves.curves(out, title=out.name)
+            curves.draw(out, title=out.name)
     if not done:
         print(f"stopped; go on with: {trainer.resume_command(experiment, out, set_, algorithm)}")
         return
@@ -87,7 +87,7 @@ def evaluate(run: File, problems: int = 512, samples: int = 1) -> None:
     asked = replace(learner.config.evaluation, problems=problems, samples=samples)
     learner = replace(learner, config=configs.validate(replace(learner.config, evaluation=asked)))
     with jax.set_mesh(learner.mesh):
-        row = trainer.evaluate(learner, engine)
+        row = trainer.evaluate_policy(learner, engine)
     print(f"{run} at step {step}, {min(problems, len(learner.task.test))} problems × {samples} samples")
     for name, value in row.items():
         print(f"  {name.removeprefix('eval/'):<12} {value:.4f}")
@@ -170,7 +170,7 @@ def gap(run: File, problems: int = 64, samples: int = 4, worst: int = 10, out: P
     variants, found = gaps.samplers(learner), []
     with metrics.Progress(len(variants), "sampling") as progress:
         for variant in variants:
-            found.append(gaps.measure(learner, params, variant, worst=worst))
+            found.append(gaps.measure_gap(learner, params, variant, worst=worst))
             progress.advance()
     said = f"step {step}, {min(problems, len(learner.task.test))} problems × {samples} samples"
     print(f"{run} at {said}")

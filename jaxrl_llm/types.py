@@ -78,7 +78,7 @@ class Rollouts:
     texts: tuple[str, ...]  # B
     draws: np.ndarray  # int64 [P]: how many prompts had been handed out before this one
     versions: np.ndarray | None = None  # int32 [B,T]: the sampler's weights that drew each token, right-padded
-    places: np.ndarray | None = None  # int64 [P]: where the prompts stand in `Task.train`, for what remembers prompts
+    indices: np.ndarray | None = None  # int64 [P]: where the prompts stand in `Task.train`, for what remembers prompts
 
     @property
     def group_size(self) -> int:
@@ -142,4 +142,4 @@ class Optimizer:
 def expect(ok: Any, name: str, value: object, expected: str) -> None:
     """ValueError that names an argument, its value and what was expected, unless `ok`."""
     if not ok:
-        raise ValueError(f"{name}={value!r}: expected {expected}")
+        raise ValueError(f"{name} is {value!r}; expected {expected}")

@@ -10,7 +10,7 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm
-from jaxrl_llm.sampler.groups import Scored
+from jaxrl_llm.sampler.groups import ScoredBatch
 from jaxrl_llm.types import EOS, LENGTH, Optimizer, Prompt, Reward, Rollouts
 
 PLAIN = Algorithm(advantages.grpo, losses.ppo_clip, "token")
@@ -50,7 +50,7 @@ def scored(answers, rewards):
     rewards = np.asarray(rewards, np.float32)
     verdicts = tuple(Reward(float(v), bool(c)) for v, c in zip(rewards, rewards > 0, strict=True))
     kept = np.ones(len(answers.prompts), bool)
-    return Scored(answers, verdicts, rewards, kept, answers, verdicts, kept)
+    return ScoredBatch(answers, verdicts, rewards, kept, answers, verdicts, kept)
 
 
 def free_port() -> int:

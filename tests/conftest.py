@@ -31,7 +31,7 @@ install_import_hook(
 )
 
 
-LONG = ("test_sharding.py", "test_slots.py", "test_engine.py", "test_schedules.py", "test_resume.py", "test_cli.py")
+LONG = ("test_sharding.py", "test_slots.py", "test_engine.py", "test_modes.py", "test_resume.py", "test_cli.py")
 
 
 def pytest_collection_modifyitems(items):

@@ -252,7 +252,7 @@ def test_a_method_by_name_takes_the_place_of_the_experiments_own_before_set(expe
     shown = json.loads(succeeds("show", experiment, *changed))
     assert shown["algorithm"]["loss"]["with"] == {"clip_low": 0.2, "clip_high": 0.5}
     assert shown["algorithm"]["advantage"] == "jaxrl_llm.objective.advantages:dr_grpo"
-    assert (shown["algorithm"]["retire_above"], shown["steps"], shown["rollout"]["prompts"]) == (0.875, 5, 2)
+    assert (shown["algorithm"]["prompts"]["retire_above"], shown["steps"], shown["rollout"]["prompts"]) == (0.875, 5, 2)
     assert json.loads(succeeds("show", experiment))["algorithm"]["advantage"] == "jaxrl_llm.objective.advantages:grpo"
 
 
@@ -288,7 +288,7 @@ def test_train_and_sft_get_the_method_and_the_printed_command_keeps_it(experimen
         ("rollout.prompts=three", "rollout.prompts: 'three' is not valid; expected int"),
         ("mesh.data=4", "rollout.prompts is 2; expected a multiple of mesh.data"),
         ("algorithm.loss.clip_high=abc", "algorithm.loss.clip_high: 'abc' is not valid; expected float"),
-        ("algorithm.loss.clip_high=-1", "clip_high=-1.0: expected a number >= 0"),
+        ("algorithm.loss.clip_high=-1", "clip_high is -1.0; expected a number >= 0"),
         ("rollout.group_size=1", "rollout.group_size is 1; expected at least 2 for algorithm.group_filter"),
         ("mesh.tensor=2", "'kv_heads'|kv_heads = 1"),
         ("mesh.tensor=16", "mesh: 1×1×16 needs 16 devices, 8 are visible"),

@@ -48,7 +48,7 @@ def test_a_file_is_a_valid_config_that_can_be_written_down(name):
 @every_file
 def test_prompts_and_worked_answers_fit(name):
     loaded = config.load(FILES[name])
-    task, encode = templates.applied(loaded.task(), loaded.algorithm.prompt), loaded.tokenizer().encode
+    task, encode = templates.applied(loaded.task(), loaded.algorithm.prompts.template), loaded.tokenizer().encode
     for i in range(100):
         prompt = task.train[i]
         assert len(encode(prompt.text)) <= loaded.rollout.max_prompt_tokens

@@ -28,7 +28,7 @@ from jaxrl_llm.data import tokenizers  # noqa: E402
 from jaxrl_llm.learner.train_step import init_state  # noqa: E402
 from jaxrl_llm.models.transformer import ModelConfig  # noqa: E402
 from jaxrl_llm.objective.algorithms import ALGORITHMS  # noqa: E402
-from jaxrl_llm.run import schedules, trainer  # noqa: E402
+from jaxrl_llm.run import modes, trainer  # noqa: E402
 from jaxrl_llm.types import Optimizer, Prompt, Reward, Task  # noqa: E402
 
 MODEL = ModelConfig(
@@ -55,14 +55,14 @@ def random_prompts(prompt_len: int) -> Task:
 
 
 @dataclass(frozen=True)
-class Work:
+class ActiveGroup:
     """Floating-point operations of a step, matrix products only: 2 per multiply-add, backward twice the forward."""
 
     rollout: float
     update: float
 
 
-def work(prompt_len: int) -> Work:
+def work(prompt_len: int) -> ActiveGroup:
     c, answers, prefix = MODEL, PROMPTS * GROUP, prompt_len - 1
     block = c.width * c.head_width * 2 * (c.heads + c.kv_heads) + 3 * c.width * c.mlp_width
     pair = 2 * 2 * c.layers * c.heads * c.head_width  # one query against one key: logit and weighted value
@@ -70,7 +70,7 @@ def work(prompt_len: int) -> Work:
     pairs = PROMPTS * prefix * (prefix + 1) / 2 + answers * (NEW_TOKENS * prefix + own)
     tokens = PROMPTS * prefix + answers * NEW_TOKENS
     forward = 2 * tokens * c.layers * block + pair * pairs + 2 * answers * NEW_TOKENS * c.width * c.vocab_size
-    return Work(forward, 3 * forward)
+    return ActiveGroup(forward, 3 * forward)
 
 
 def matmul_rate() -> float:
@@ -109,7 +109,7 @@ def main(prompt_len: int = 32, steps: int = 8, micro_batches: int = 4) -> None:
     with jax.set_mesh(learner.mesh):
         state = init_state(MODEL, learner.tx, 0, learner.mesh)
         engine, at = trainer.make_engine(learner, state.params), trainer.Position()
-        schedule = schedules.Sync(learner)
+        schedule = modes.Sync(learner)
         for _ in range(steps + 2):
             state, engine, at, seen, row = trainer.one_step(learner, state, engine, at, schedule)
             taken.append(row)

@@ -88,7 +88,7 @@ def log_uniform(prompts: int) -> np.ndarray:
     return np.exp(np.random.default_rng(2).uniform(np.log(8), np.log(256), (prompts, GROUP))).round().astype(int)
 
 
-def in_process(engine: decode.Engine, repeats: int) -> None:
+def in_process(engine: decode.LocalEngine, repeats: int) -> None:
     print(f"{'prompt':>7} {'s':>7} {'prefill s':>9} {'tokens/s':>9} {'GFLOP':>7} {'of the rate':>11} {'µs/token':>9}")
     lengths, per_token, rate = np.full((PROMPTS, GROUP), NEW_TOKENS), {}, matmul_rate()
     for prompt in (32, 256, 1024):
@@ -111,18 +111,18 @@ def in_process(engine: decode.Engine, repeats: int) -> None:
     for prompts in (PROMPTS, 4 * PROMPTS):
         lengths = log_uniform(prompts)
         asked, said = requests(32, lengths), scripts(lengths)
-        went = best(lambda asked=asked, said=said: decode.rescored(engine, asked, said), repeats)
+        went = best(lambda asked=asked, said=said: decode.forced_logprobs(engine, asked, said), repeats)
         batches = [slice(i, i + PROMPTS) for i in range(0, prompts, PROMPTS)]
         longest = [np.full((PROMPTS, GROUP), lengths[b].max()) for b in batches]
         padded = [(requests(32, n), scripts(n)) for n in longest]
-        waited = best(lambda padded=padded: [decode.rescored(engine, *p) for p in padded], repeats)
+        waited = best(lambda padded=padded: [decode.forced_logprobs(engine, *p) for p in padded], repeats)
         print(
             f"lengths 8 to 256, {prompts} × {GROUP} in {SLOTS} rows: {went:.2f} s, {lengths.sum() / went:.0f} "
             f"tokens/s, {flops(32, lengths) / went / rate:.0%} of the rate; padded {waited:.2f} s, {waited / went:.2f}×"
         )
 
 
-def overheads(params: object, engine: decode.Engine, repeats: int) -> None:
+def overheads(params: object, engine: decode.LocalEngine, repeats: int) -> None:
     """What JetStream's Driver, and then gRPC, add to a token."""
     from jaxrl_llm.sampler import client
     from jaxrl_llm.sampler import client as remote
@@ -162,7 +162,7 @@ def main(remote: bool = False, repeats: int = 5) -> None:
     """
     params = transformer.init(MODEL, jax.random.key(0))
     held = weights.push(MODEL, params, None)
-    engine = decode.Engine(MODEL, endless_tokenizer(), held, max_tokens=256, slots=SLOTS)
+    engine = decode.LocalEngine(MODEL, endless_tokenizer(), held, max_tokens=256, slots=SLOTS)
     print(f"one core, float32, {PROMPTS} prompts × {GROUP} answers × {NEW_TOKENS} tokens")
     in_process(engine, repeats)
     if remote:

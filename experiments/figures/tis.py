@@ -57,7 +57,7 @@ def exact_accuracy(folder: Path) -> float:
     evaluation = replace(learner.config.evaluation, problems=PROBLEMS)
     learner = replace(learner, config=replace(learner.config, rollout=rollout, evaluation=evaluation))
     with jax.set_mesh(learner.mesh):
-        return trainer.evaluate(learner, trainer.make_engine(learner, state.params))["eval/accuracy"]
+        return trainer.evaluate_policy(learner, trainer.make_engine(learner, state.params))["eval/accuracy"]
 
 
 def measured(folder: Path, rows: list[dict[str, float]]) -> dict[str, list[float]]:

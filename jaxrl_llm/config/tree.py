@@ -51,8 +51,8 @@ class Rollout:
     dtype: Literal["", "float32", "bfloat16", "int8", "int4"] = ""
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""  # of its keys and values; "": as it computes
     zero_gap: bool = False  # old log-probs from the sampler's own kernels: equal to its own bit for bit
-    schedule: Literal["sync", "ahead", "async"] = "sync"  # see schedules.py
-    max_staleness: int = 1  # updates that an answer may be old, with schedule="async"
+    mode: Literal["sync", "ahead", "async"] = "sync"  # see modes.py
+    max_staleness: int = 1  # updates that an answer may be old, with mode="async"
     budget: int = 0  # tokens that an answer may grow by before others have their turn; 0: no bound
     servers: tuple[str, ...] = ()  # host:port of samplers (jaxrl serve); none: sample in this process
     servers_ca: str | None = None  # file with the certificate that signed theirs; None: no TLS

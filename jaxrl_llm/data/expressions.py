@@ -38,7 +38,7 @@ def expression(numbers: Sequence[int], steps: Steps) -> str:
     return texts[-1]
 
 
-def evaluate(text: str) -> tuple[Fraction, tuple[int, ...]] | None:
+def parse_value(text: str) -> tuple[Fraction, tuple[int, ...]] | None:
     """The exact value of an arithmetic expression and the whole numbers in it, as written; None if it has none.
 
     A recursive-descent parser over fractions; nothing is ever run as code.

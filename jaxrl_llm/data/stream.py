@@ -12,15 +12,15 @@ import numpy as np
 
 from jaxrl_llm.types import Prompt
 
-Solved = Mapping[int, tuple[int, int]]  # place of a prompt in Task.train → answers seen, correct ones
+Solved = Mapping[int, tuple[int, int]]  # index of a prompt in Task.train → answers seen, correct ones
 
 
 RARELY = 1e-3  # what is solved may be forgotten
 
 
-def success_rate(solved: Solved, place: int) -> float:
+def success_rate(solved: Solved, index: int) -> float:
     """Share of correct answers so far, 0 for a prompt that was never answered."""
-    seen, correct = solved.get(place, (0, 0))
+    seen, correct = solved.get(index, (0, 0))
     return correct / seen if seen else 0.0
 
 
@@ -44,38 +44,38 @@ class Stream:
     def take(
         self, draw: int, n: int, solved: Solved = MappingProxyType({}), taken: Sequence[int] = ()
     ) -> tuple[tuple[Prompt, ...], np.ndarray, np.ndarray]:
-        """The next `n` prompts from `draw` on, their draw numbers and their places; the last draw + 1 is the next.
+        """The next `n` prompts from `draw` on, their draw numbers and their indices; the last draw + 1 is the next.
 
-        `taken`: places that the batch has already, which prioritised sampling leaves out.
+        `taken`: indices that the batch has already, which prioritised sampling leaves out.
         """
         if self.prioritized:
-            places, draws = self._prioritized(draw, n, solved, taken), np.arange(draw, draw + n)
+            indices, draws = self._prioritized(draw, n, solved, taken), np.arange(draw, draw + n)
         else:
             found = []
             for d in range(draw, draw + n + len(self.problems)):
-                place = self._place(d)
-                if not self._retired(solved, place):
-                    found.append((d, place))
+                index = self._place(d)
+                if not self._retired(solved, index):
+                    found.append((d, index))
                 if len(found) == n:
                     break
             else:
                 self._too_few(len(found), n)
-            draws, places = (np.array(x, np.int64) for x in zip(*found, strict=True))
-        return tuple(self.problems[int(p)] for p in places), draws, places
+            draws, indices = (np.array(x, np.int64) for x in zip(*found, strict=True))
+        return tuple(self.problems[int(p)] for p in indices), draws, indices
 
-    def _retired(self, solved: Solved, place: int) -> bool:
-        return self.retire_above is not None and success_rate(solved, place) >= self.retire_above
+    def _retired(self, solved: Solved, index: int) -> bool:
+        return self.retire_above is not None and success_rate(solved, index) >= self.retire_above
 
     def _too_few(self, left: int, n: int) -> None:
         raise RuntimeError(
             f"{left} of {len(self.problems)} training prompts are left to draw from; expected rollout.prompts = {n}. "
-            f"The others are solved (algorithm.retire_above = {self.retire_above}) or in the batch already"
+            f"The others are solved (algorithm.prompts.retire_above = {self.retire_above}) or in the batch"
         )
 
     def _prioritized(self, draw: int, n: int, solved: Solved, taken: Sequence[int]) -> np.ndarray:
         weights = np.ones(len(self.problems))
-        for place in solved:
-            weights[place] = 0.0 if self._retired(solved, place) else max(RARELY, 1 - success_rate(solved, place))
+        for index in solved:
+            weights[index] = 0.0 if self._retired(solved, index) else max(RARELY, 1 - success_rate(solved, index))
         weights[list(taken)] = 0.0
         if (weights > 0).sum() < n:
             self._too_few(int((weights > 0).sum()), n)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.expressions import OPERATIONS, Steps, evaluate, expression, run_steps, written
+from jaxrl_llm.data.expressions import OPERATIONS, Steps, expression, parse_value, run_steps, written
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, Reward, Task
 
 BEHAVIOURS = ("clean", "wrong_step", "no_reasoning", "recheck")
@@ -83,7 +83,7 @@ def _equal(prompt: Prompt, parsed: str) -> bool:
 def _reward(check: Callable, marks: tuple[tuple[str, str], ...], prompt: Prompt, text: str, finish: str) -> Reward:
     """1 for a response that ended by itself and whose whole final answer passes `check`, else 0; counts `marks`."""
     if finish not in (EOS, STOP, LENGTH, CANCELLED):
-        raise ValueError(f"finish={finish!r}: expected one of {(EOS, STOP, LENGTH, CANCELLED)}")
+        raise ValueError(f"finish is {finish!r}; expected one of {(EOS, STOP, LENGTH, CANCELLED)}")
     parsed = final_answer(text)
     correct = finish in (EOS, STOP) and parsed is not None and check(prompt, parsed)
     return Reward(float(correct), correct, parsed, {name: float(text.count(mark)) for name, mark in marks})
@@ -92,7 +92,7 @@ def _reward(check: Callable, marks: tuple[tuple[str, str], ...], prompt: Prompt,
 def _trace(write: Callable, behaviours: tuple[str, ...], prompt: Prompt, behaviour: str, seed: int) -> str:
     if behaviour not in behaviours:
         near = difflib.get_close_matches(str(behaviour), behaviours, n=1, cutoff=0.0)[0]
-        raise ValueError(f"behaviour={behaviour!r}: expected one of {behaviours}; did you mean {near!r}?")
+        raise ValueError(f"behaviour is {behaviour!r}; expected one of {behaviours}; did you mean {near!r}?")
     digest = hashlib.blake2b(f"{seed}\n{behaviour}\n{prompt.text}".encode(), digest_size=16).digest()
     return write(prompt, behaviour, np.random.default_rng(int.from_bytes(digest, "big")))
 
@@ -111,14 +111,14 @@ def _task(draw, write, seed, n_train, n_test, check=_equal, marks=(), extra=()) 
 
 def _whole(field: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
-        raise ValueError(f"{field}={value!r}: expected a whole number from {low} to {high}")
+        raise ValueError(f"{field} is {value!r}; expected a whole number from {low} to {high}")
     return int(value)
 
 
 def _span(field: str, value: Any, low: int, high: int) -> tuple[int, int]:
     whole = isinstance(value, (tuple, list)) and all(type(v) is int for v in value)
     if not whole or len(value) != 2 or not low <= value[0] <= value[1] <= high:
-        raise ValueError(f"{field}={value!r}: expected (least, most), {low} <= least <= most <= {high}")
+        raise ValueError(f"{field} is {value!r}; expected (least, most), {low} <= least <= most <= {high}")
     return tuple(value)
 
 
@@ -318,7 +318,7 @@ def _draw_countdown(count: tuple, limit: int, target: tuple, rng: np.random.Gene
 
 
 def _reaches(prompt: Prompt, parsed: str) -> bool:
-    found = evaluate(parsed)
+    found = parse_value(parsed)
     wanted = (prompt.meta["target"], sorted(prompt.meta["numbers"]))
     return found is not None and (found[0], sorted(found[1])) == wanted
 

@@ -29,21 +29,21 @@ def none(prompt: Prompt) -> Prompt:
     return prompt
 
 
-def own(prompt: Prompt, text: str) -> Prompt:
+def custom(prompt: Prompt, text: str) -> Prompt:
     """A template of yours; {question} stands for the question. ValueError if it does not occur."""
     if "{question}" not in text:
-        raise ValueError(f"template text={text!r}: expected '{{question}}' in it")
+        raise ValueError(f"template text is {text!r}; expected '{{question}}' in it")
     return replace(prompt, text=text.replace("{question}", prompt.text))
 
 
 def r1(prompt: Prompt) -> Prompt:
     """DeepSeek-R1-Zero's, 2501.12948. Generation should stop at '</answer>'."""
-    return own(prompt, R1)
+    return custom(prompt, R1)
 
 
 def qwen_math(prompt: Prompt) -> Prompt:
     """The chat template of Qwen2.5-Math, with its request for a boxed answer."""
-    return own(prompt, QWEN_MATH)
+    return custom(prompt, QWEN_MATH)
 
 
 def with_length(
@@ -55,11 +55,11 @@ def with_length(
     1 <= low <= high and {question} and {n} occur in the text.
     """
     if not 1 <= low <= high:
-        raise ValueError(f"low={low!r}: expected 1 <= low <= high={high!r}")
+        raise ValueError(f"low is {low!r}; expected 1 <= low <= high={high!r}")
     if "{n}" not in text:
-        raise ValueError(f"template text={text!r}: expected '{{n}}' in it")
+        raise ValueError(f"template text is {text!r}; expected '{{n}}' in it")
     n = int(np.random.default_rng([prompt.id, 0x11]).integers(low, high + 1))
-    named = own(prompt, text.replace("{n}", str(n)))
+    named = custom(prompt, text.replace("{n}", str(n)))
     return replace(named, meta={**named.meta, "n_gold": n})
 
 

@@ -39,7 +39,7 @@ def make_batch(
     size, length = shape
     need = int(rollouts.prompt_lengths.max()) - 1, int(rollouts.lengths.max())
     if need[0] > size or need[1] > length:
-        raise ValueError(f"shape={shape}: expected at least {need} tokens of prefix and response")
+        raise ValueError(f"shape is {shape}; expected at least {need} tokens of prefix and response")
     fit = lambda x, n: np.pad(x[:, :n], ((0, 0), (0, max(0, n - x.shape[1]))))
     before = np.arange(size) < rollouts.prompt_lengths[:, None] - 1
     last = np.take_along_axis(rollouts.prompt_tokens, rollouts.prompt_lengths[:, None] - 1, axis=1)
@@ -66,7 +66,7 @@ def with_advantages(batch: Batch, adv: Float[AnyArray, "P G"] | Float[AnyArray, 
     adv = jnp.asarray(adv, jnp.float32)
     prompts, rows = batch.prefix.shape[0], batch.mask.shape[0]
     if adv.shape not in ((prompts, rows // prompts), batch.mask.shape):
-        raise ValueError(f"adv.shape={adv.shape}: expected {(prompts, rows // prompts)} or {batch.mask.shape}")
+        raise ValueError(f"adv.shape is {adv.shape}; expected {(prompts, rows // prompts)} or {batch.mask.shape}")
     if adv.shape != batch.mask.shape:
         adv = jnp.broadcast_to(adv.reshape(-1, 1), batch.mask.shape)
     return replace(batch, adv=jnp.where(batch.mask, adv, 0.0))
@@ -99,7 +99,7 @@ def with_weights(
     return replace(batch, weights=weights, nll_weights=nll_weights)
 
 
-def cut(batch: Batch, parts: int) -> Batch:
+def split_batch(batch: Batch, parts: int) -> Batch:
     """Every array with a new leading axis of `parts`, cut by whole prompts.
 
     A part takes every parts-th prompt, so that each device of a sharded batch holds its share of every part.
@@ -117,8 +117,8 @@ def cut(batch: Batch, parts: int) -> Batch:
     return jax.tree.map(one, batch)
 
 
-def joined(x: Array, prompts: int) -> Array:
-    """The inverse of `cut` for one array of responses: [parts, B/parts, …] → [B, …]."""
+def merge_parts(x: Array, prompts: int) -> Array:
+    """The inverse of `split_batch` for one array of responses: [parts, B/parts, …] → [B, …]."""
     parts = x.shape[0]
     y = x.reshape(parts, prompts // parts, -1, *x.shape[2:]).swapaxes(0, 1)
     return y.reshape(parts * x.shape[1], *x.shape[2:])

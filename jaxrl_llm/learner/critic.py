@@ -14,7 +14,7 @@ from jax.lax import stop_gradient
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxrl_llm.learner.batching import cut, joined
+from jaxrl_llm.learner.batching import merge_parts, split_batch
 from jaxrl_llm.learner.train_step import Metrics, accumulate, applied, placed, response_hidden
 from jaxrl_llm.models import transformer
 from jaxrl_llm.objective import losses
@@ -71,8 +71,8 @@ def make(
 
     @jax.jit
     def values(params: Any, policy: Any, batch: Batch) -> Array:
-        out = jax.lax.map(lambda b: of(params, policy, b), cut(batch, micro_batches))
-        return jnp.where(batch.mask, joined(out, batch.prefix.shape[0]), 0.0)
+        out = jax.lax.map(lambda b: of(params, policy, b), split_batch(batch, micro_batches))
+        return jnp.where(batch.mask, merge_parts(out, batch.prefix.shape[0]), 0.0)
 
     @partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, policy: Any, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -25,7 +25,7 @@ from jaxrl_llm.learner.train_step import init_state, make_logprobs, make_train_s
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.sampler.groups import Scored, encoded
+from jaxrl_llm.sampler.groups import ScoredBatch, encode_prompts
 from jaxrl_llm.types import Batch, Reward, Rollouts, Task, TrainState
 
 _with_weights = jax.jit(batching.with_weights, static_argnames=("norm", "max_len", "nll", "phase_weights"))
@@ -67,14 +67,14 @@ def build(config: Config) -> Learner:
     if a.critic is not None:
         critic_tx = make_optimizer(a.critic.optimizer, config.total_steps * a.critic.updates)
         value = critic.make(a.critic, config.model, critic_tx, mesh, config.micro_batches, config.seed)
-    task = templates.applied(config.task(), a.prompt)
+    task = templates.applied(config.task(), a.prompts.template)
     for side in (task.train, task.test):  # a template that does not fit should not cost a base policy
-        encoded(tokenizer, tuple(side[i] for i in range(min(32, len(side)))), r.max_prompt_tokens)
+        encode_prompts(tokenizer, tuple(side[i] for i in range(min(32, len(side)))), r.max_prompt_tokens)
     draws = config.total_steps * r.prompts
     return Learner(
         config,
         task,
-        Stream(task.train, config.seed, r.difficulty, draws, a.prioritized, a.retire_above),
+        Stream(task.train, config.seed, r.difficulty, draws, a.prompts.prioritized, a.prompts.retire_above),
         tokenizer,
         mesh,
         tx,
@@ -104,7 +104,7 @@ def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], ste
     """What is learnt from, float32 [B]: the verifier's values, signed, with length and format if so chosen."""
     a, group = config.algorithm, (-1, answers.group_size)
     values = np.array([r.value for r in rewards], np.float32)
-    if a.signed_reward:
+    if a.shaping.signed_reward:
         values = 2 * values - 1
     have = {
         "rewards": values,
@@ -112,16 +112,18 @@ def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], ste
         "correct": np.array([r.correct for r in rewards]),
         "max_len": config.rollout.max_response_tokens,
     }
-    if a.reward is not None:
-        if wants(a.reward, "n_gold"):
+    if a.shaping.reward is not None:
+        if wants(a.shaping.reward, "n_gold"):
             have["n_gold"] = np.repeat([p.meta["n_gold"] for p in answers.prompts], answers.group_size)
-        values = np.asarray(call(a.reward, have), np.float32)
-    if a.format_reward is not None:
-        values = values + np.array([call(a.format_reward, {"text": t}) for t in answers.texts], np.float32)
+        values = np.asarray(call(a.shaping.reward, have), np.float32)
+    if a.shaping.format_reward is not None:
+        values = values + np.array([call(a.shaping.format_reward, {"text": t}) for t in answers.texts], np.float32)
     pretrain = 0 if a.critic is None else a.critic.pretrain
-    if a.length_reward is not None and step - pretrain >= a.length_warmup:
+    if a.shaping.length_reward is not None and step - pretrain >= a.shaping.length_warmup:
         grouped = {k: v.reshape(group) if isinstance(v, np.ndarray) else v for k, v in have.items()}
-        values = values + a.length_coef * np.asarray(call(a.length_reward, grouped), np.float32).reshape(-1)
+        values = values + a.shaping.length_coef * np.asarray(
+            call(a.shaping.length_reward, grouped), np.float32
+        ).reshape(-1)
     wrong = np.flatnonzero(~np.isfinite(values)) if values.shape == answers.lengths.shape else [0]
     if len(wrong):
         prompt = answers.prompts[wrong[0] // answers.group_size]
@@ -172,27 +174,29 @@ def assign(
     return batch, memory
 
 
-def learn_batch(learner: Learner, state: TrainState, seen: Scored) -> tuple[Batch, TrainState]:
+def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tuple[Batch, TrainState]:
     """The batch on the mesh, with advantages and the log-probs that are needed; the state, whose memory it moves on."""
-    a, answers = learner.config.algorithm, seen.rollouts
+    a, answers = learner.config.algorithm, scored.rollouts
     shape = batching.bucket(int(answers.prompt_lengths.max()) - 1), batching.bucket(int(answers.lengths.max()))
     placed = sharding.batch_sharding(learner.mesh)
-    batch = batching.make_batch(answers, shape=shape, drop_truncated=a.overlong_filter, kept=seen.kept, sharding=placed)
+    batch = batching.make_batch(
+        answers, shape=shape, drop_truncated=a.prompts.overlong_filter, kept=scored.kept, sharding=placed
+    )
     if a.nll_coef:
-        batch = replace(batch, correct=jax.device_put(np.array([r.correct for r in seen.rewards]), placed))
+        batch = replace(batch, correct=jax.device_put(np.array([r.correct for r in scored.rewards]), placed))
     if a.bypass:
         batch = replace(batch, old_logp=batch.sampler_logp)
-    elif seen.old_logp is not None:
-        fit = batch.mask.shape[1] - seen.old_logp.shape[1]
-        batch = replace(batch, old_logp=jax.device_put(np.pad(seen.old_logp, ((0, 0), (0, fit))), placed))
+    elif scored.old_logp is not None:
+        fit = batch.mask.shape[1] - scored.old_logp.shape[1]
+        batch = replace(batch, old_logp=jax.device_put(np.pad(scored.old_logp, ((0, 0), (0, fit))), placed))
     elif a.needs_old:
         batch = replace(batch, old_logp=learner.logprobs(state.params, batch)[0])
     if a.needs_reference:
         batch = replace(batch, ref_logp=learner.logprobs(learner.ref_params, batch)[0])
     if learner.critic is not None:
         batch = replace(batch, values=learner.critic.values(state.critic.params, state.params, batch))
-    places = np.zeros(len(answers.prompts), np.int64) if answers.places is None else answers.places
-    batch, memory = learner.assign(batch, seen.shaped, answers.lengths, seen.kept, places, state.memory)
+    indices = np.zeros(len(answers.prompts), np.int64) if answers.indices is None else answers.indices
+    batch, memory = learner.assign(batch, scored.shaped, answers.lengths, scored.kept, indices, state.memory)
     return batch, replace(state, memory=memory)
 
 
@@ -200,10 +204,10 @@ def choose(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key:
     """The mini-batch with the tokens chosen by the live policy: for the loss, and those that leave the mask. Jitted."""
     have = {"logp": logp, "entropy": entropy, "old_logp": batch.old_logp, "adv": batch.adv, "mask": batch.mask}
     have["key"] = key
-    if algorithm.select is not None:
-        batch = replace(batch, selected=call(algorithm.select, have))
-    if algorithm.token_filter is not None:
-        mask = batch.mask & call(algorithm.token_filter, have)
+    if algorithm.updates.select is not None:
+        batch = replace(batch, selected=call(algorithm.updates.select, have))
+    if algorithm.updates.token_filter is not None:
+        mask = batch.mask & call(algorithm.updates.token_filter, have)
         batch = replace(batch, mask=mask, adv=jnp.where(mask, batch.adv, 0.0))
     return batch
 
@@ -211,7 +215,7 @@ def choose(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key:
 def _mini_batches(batch: Batch, parts: int) -> list[Batch]:
     if parts == 1:
         return [batch]
-    whole = batching.cut(batch, parts)
+    whole = batching.split_batch(batch, parts)
     return [jax.tree.map(lambda x, i=i: x[i], whole) for i in range(parts)]
 
 
@@ -222,16 +226,20 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
     """
     a, config = learner.config.algorithm, learner.config
     weigh = partial(_with_weights, norm=a.norm, max_len=a.norm_length or config.rollout.max_response_tokens)
-    weigh = partial(weigh, nll=a.nll_coef != 0, phase_weights=a.phase_weights)
+    weigh = partial(weigh, nll=a.nll_coef != 0, phase_weights=a.updates.phase_weights)
     policy = replace(state, critic=None, memory=None)
     if a.optimizer_reset:
         policy = replace(policy, opt_state=reset_moments(policy.opt_state))
     taken = []
-    for mini in _mini_batches(batch, a.updates_per_batch) * a.epochs:
-        if a.select is not None or a.token_filter is not None:
+    for mini in _mini_batches(batch, a.updates_per_batch) * a.updates.epochs:
+        if a.updates.select is not None or a.updates.token_filter is not None:
             key = jax.random.fold_in(jax.random.key(config.seed), policy.step)
             mini = learner.choose(mini, *learner.logprobs(policy.params, mini), key)
-        for phase in (None,) if a.phases is None else call(a.phases, {"old_logp": mini.old_logp, "mask": mini.mask}):
+        for phase in (
+            (None,)
+            if a.updates.phases is None
+            else call(a.updates.phases, {"old_logp": mini.old_logp, "mask": mini.mask})
+        ):
             policy, m = learner.train_step(policy, weigh(mini, phase=phase))
             taken.append(m)
     return replace(policy, critic=state.critic, memory=state.memory), _reduced(taken)

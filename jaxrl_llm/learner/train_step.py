@@ -15,7 +15,7 @@ from jax.lax import stop_gradient
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxrl_llm.learner.batching import cut, joined
+from jaxrl_llm.learner.batching import merge_parts, split_batch
 from jaxrl_llm.models import attention, transformer
 from jaxrl_llm.models.logprobs import token_logprobs
 from jaxrl_llm.objective import losses
@@ -81,8 +81,10 @@ def make_logprobs(config: transformer.ModelConfig, temperature: float, micro_bat
 
     @jax.jit
     def logprobs(params: Any, batch: Batch) -> tuple[Array, Array]:
-        out = jax.lax.map(lambda b: response_logprobs(config, params, b, temperature), cut(batch, micro_batches))
-        return jax.tree.map(lambda x: joined(x, batch.prefix.shape[0]), out)
+        out = jax.lax.map(
+            lambda b: response_logprobs(config, params, b, temperature), split_batch(batch, micro_batches)
+        )
+        return jax.tree.map(lambda x: merge_parts(x, batch.prefix.shape[0]), out)
 
     return logprobs
 
@@ -116,7 +118,7 @@ def objective(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -
     return loss
 
 
-def measure(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -> Metrics:
+def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -> Metrics:
     """Means over the trained tokens of the optimiser batch, and the sampler-learner gap.
 
     A token counts as clipped when the loss has no gradient there though its advantage is not 0; so this holds for any
@@ -158,8 +160,8 @@ def accumulate(loss: Callable, params: Any, batch: Batch, micro_batches: int) ->
         return jax.tree.map(jnp.add, carry, (grads, value)), aux
 
     zero = jax.tree.map(jnp.zeros_like, params), jnp.float32(0)
-    (grads, value), aux = jax.lax.scan(add, zero, cut(batch, micro_batches))
-    return grads, value, jax.tree.map(lambda x: joined(x, batch.prefix.shape[0]), aux)
+    (grads, value), aux = jax.lax.scan(add, zero, split_batch(batch, micro_batches))
+    return grads, value, jax.tree.map(lambda x: merge_parts(x, batch.prefix.shape[0]), aux)
 
 
 def make_gradients(
@@ -173,7 +175,7 @@ def make_gradients(
 
     def gradients(params: Any, batch: Batch) -> tuple[Any, Array, Metrics]:
         grads, value, seen = accumulate(loss, params, batch, micro_batches)
-        return grads, value, measure(algorithm, batch, *map(stop_gradient, seen))
+        return grads, value, token_metrics(algorithm, batch, *map(stop_gradient, seen))
 
     return gradients
 

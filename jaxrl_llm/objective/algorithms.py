@@ -10,13 +10,14 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 from jaxrl_llm.data import templates
 from jaxrl_llm.objective import advantages, corrections, filters, losses
 from jaxrl_llm.rewards import format as formats
 from jaxrl_llm.rewards import length
-from jaxrl_llm.types import Optimizer
+from jaxrl_llm.types import Optimizer, expect
 
 # What the trainer has for each kind of function, by name.
 ARRAYS = {
@@ -24,12 +25,12 @@ ARRAYS = {
     "token_advantage": ("rewards", "adv", "mask", "values", "kl", "beta", "old_logp", "sampler_logp"),
     "loss": ("logp", "old_logp", "sampler_logp", "adv", "mask", "log_router_ratio", "selected"),
     "correction": ("logp", "old_logp", "sampler_logp", "adv", "mask"),
-    "select": ("logp", "old_logp", "entropy", "adv", "mask", "key"),
-    "token_filter": ("logp", "old_logp", "entropy", "adv", "mask", "key"),
-    "phases": ("old_logp", "mask"),
-    "reward": ("rewards", "n_tokens", "n_gold", "correct", "max_len"),
-    "length_reward": ("n_tokens", "correct", "max_len"),
-    "format_reward": ("text",),
+    "updates.select": ("logp", "old_logp", "entropy", "adv", "mask", "key"),
+    "updates.token_filter": ("logp", "old_logp", "entropy", "adv", "mask", "key"),
+    "updates.phases": ("old_logp", "mask"),
+    "shaping.reward": ("rewards", "n_tokens", "n_gold", "correct", "max_len"),
+    "shaping.length_reward": ("n_tokens", "correct", "max_len"),
+    "shaping.format_reward": ("text",),
     "group_filter": ("correct", "rewards"),
     "memory": ("n_prompts",),
 }
@@ -83,6 +84,40 @@ class Critic:
 
 
 @dataclass(frozen=True)
+class Shaping:
+    """What is learnt from, made of the verifier's value."""
+
+    signed_reward: bool = False  # rewards of 0…1 become −1…+1
+    reward: Callable | None = None  # → [B], in place of the verifier's value
+    format_reward: Callable | None = None  # text → number, added to the reward
+    length_reward: Callable | None = None  # → [P,G], added to the reward
+    length_coef: float = 1.0
+    length_warmup: int = 0  # steps without the length reward
+
+
+@dataclass(frozen=True)
+class PromptChoice:
+    """Which prompts are drawn, and which of their answers count."""
+
+    template: Callable = templates.none  # Prompt → Prompt: what stands around the question, a length target
+    prioritized: bool = False  # prompts are drawn with probability ∝ 1 − their success rate so far
+    retire_above: float | None = None  # success rate from which a prompt is not drawn again
+    resample: bool = True  # sampling goes on until P groups pass the filter; if not, the others leave the loss
+    overlong_filter: bool = False  # truncated responses leave the loss, and still count in their group
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The optimiser steps on a batch of rollouts, and the tokens of each."""
+
+    epochs: int = 1  # over the mini-batches
+    select: Callable | None = None  # → `selected` [B,T] of the loss, over the optimiser batch
+    token_filter: Callable | None = None  # → Bool[B,T], over the optimiser batch; other tokens leave the mask
+    phases: Callable | None = None  # → masks [B,T], an optimiser step each
+    phase_weights: Literal["batch", "phase"] = "batch"  # whether w's denominators count all tokens or the phase's
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """How rewards become an update: loss = Σ w·(c·x + β·kl − κ·entropy) + μ·nll."""
 
@@ -101,30 +136,17 @@ class Algorithm:
     whiten: bool = False  # advantages to mean 0 and variance 1 over the batch's tokens
     critic: Critic | None = None
     memory: Callable | None = None  # n_prompts → what `advantage` remembers of each prompt: its `state`
-    select: Callable | None = None  # → `selected` [B,T] of the loss, over the optimiser batch
-    token_filter: Callable | None = None  # → Bool[B,T], over the optimiser batch; other tokens leave the mask
-    phases: Callable | None = None  # → masks [B,T], an optimiser step each
-    phase_weights: Literal["batch", "phase"] = "batch"  # whether w's denominators count all tokens or the phase's
-    prompt: Callable = templates.none  # Prompt → Prompt: the template, a length target
-    signed_reward: bool = False  # rewards of 0…1 become −1…+1
-    reward: Callable | None = None  # → [B], in place of the verifier's value
-    format_reward: Callable | None = None  # text → number, added to the reward
-    length_reward: Callable | None = None  # → [P,G], added to the reward
-    length_coef: float = 1.0
-    length_warmup: int = 0  # steps without the length reward
-    overlong_filter: bool = False  # truncated responses leave the loss, and still count in their group
+    shaping: Shaping = Shaping()  # of the reward, see there
     group_filter: Callable | None = None  # → Bool[P], the groups that are learnt from
-    resample: bool = True  # sampling goes on until P groups pass the filter; if not, the others leave the loss
-    prioritized: bool = False  # prompts are drawn with probability ∝ 1 − their success rate so far
-    retire_above: float | None = None  # success rate from which a prompt is not drawn again
-    updates_per_batch: int = 1  # mini-batches, cut by whole prompts
-    epochs: int = 1  # over the mini-batches
+    prompts: PromptChoice = PromptChoice()  # and of the answers that count
+    updates_per_batch: int = 1  # mini-batches, split by whole prompts
+    updates: Updates = Updates()  # the tokens of each optimiser step
     optimizer_reset: bool = False  # a fresh optimiser state for every batch of rollouts
     paper: str = ""
 
     def __post_init__(self) -> None:
         for field in ARRAYS:
-            _check(field, getattr(self, field))
+            _check(field, attrgetter(field)(self))
         if self.kl is not None and self.kl not in losses.KL_KINDS:
             raise ValueError(f"algorithm.kl is {self.kl!r}; expected one of {', '.join(losses.KL_KINDS)}")
         if self.kl_coef and self.kl is None:
@@ -134,23 +156,24 @@ class Algorithm:
                 "algorithm.bypass is True and algorithm.correction is set; expected one of them: the ratio is already "
                 "learner/sampler, and the mismatch would count twice"
             )
-        for name in ("kl_coef", "nll_coef", "length_coef"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"algorithm.{name} is {getattr(self, name)}; expected at least 0")
+        for name in ("kl_coef", "nll_coef", "shaping.length_coef"):
+            expect(attrgetter(name)(self) >= 0, f"algorithm.{name}", attrgetter(name)(self), "at least 0")
         if self.norm_length is not None and self.norm_length < 1:
             raise ValueError(f"algorithm.norm_length is {self.norm_length}; expected None or at least 1 token")
         self._check_responses()
         self._check_advantages()
-        if self.nll_coef and self.token_filter is not None:
-            raise ValueError("algorithm.nll_coef is set; expected 0 with algorithm.token_filter, which would cut it")
+        if self.nll_coef and self.updates.token_filter is not None:
+            raise ValueError(
+                "algorithm.nll_coef is set; expected 0 with algorithm.updates.token_filter, which would cut it"
+            )
         for needs, field, others in (
             ("values", "critic", ("token_advantage",)),
             ("state", "memory", ("advantage",)),
-            ("selected", "select", ("loss",)),
+            ("selected", "updates.select", ("loss",)),
         ):
             asking = [o for o in others if wants(getattr(self, o), needs)]
-            if bool(asking) != (getattr(self, field) is not None):
-                have = "is set" if getattr(self, field) is not None else "is None"
+            if bool(asking) != (attrgetter(field)(self) is not None):
+                have = "is set" if attrgetter(field)(self) is not None else "is None"
                 raise ValueError(f"algorithm.{field} {have}; expected it exactly when {others[0]} names {needs!r}")
 
     def _check_responses(self) -> None:
@@ -164,8 +187,8 @@ class Algorithm:
             raise ValueError(f"algorithm.correction is {name}; expected a correction of whole responses{why}")
         if self.norm not in ("sequence", "otm"):
             raise ValueError(f"algorithm.norm is {self.norm!r}; expected 'sequence' or 'otm'{why}")
-        if self.phases is not None:
-            raise ValueError(f"algorithm.phases is set; expected None{why}")
+        if self.updates.phases is not None:
+            raise ValueError(f"algorithm.updates.phases is set; expected None{why}")
 
     def _check_advantages(self) -> None:
         if self.token_advantage is not None and not wants(self.token_advantage, "adv"):
@@ -180,8 +203,10 @@ class Algorithm:
                     f"algorithm.critic.gamma is {self.critic.gamma}; expected that of algorithm.token_advantage, "
                     f"{gamma.default}"
                 )
-        if self._base(self.advantage) is advantages.maxrl and self.signed_reward:
-            raise ValueError("algorithm.signed_reward is True; expected False: maxrl divides by the mean reward")
+        if self._base(self.advantage) is advantages.maxrl and self.shaping.signed_reward:
+            raise ValueError(
+                "algorithm.shaping.signed_reward is True; expected False: maxrl divides by the mean reward"
+            )
 
     @staticmethod
     def _base(fn: Callable | None) -> Callable | None:
@@ -194,13 +219,15 @@ class Algorithm:
     @property
     def steps_per_batch(self) -> int:
         """The policy's optimiser steps on a batch of rollouts, at most (two for each mini-batch if in phases)."""
-        return self.updates_per_batch * self.epochs * (1 if self.phases is None else 2)
+        return self.updates_per_batch * self.updates.epochs * (1 if self.updates.phases is None else 2)
 
     @property
     def needs_old(self) -> bool:
         """Whether the learner's own log-probs have to be taken before the batch's first update."""
         token_kl = self.needs_reference and self.kl_in == "reward"
-        asked = any(wants(fn, "old_logp") for fn in (self.token_advantage, self.select, self.token_filter))
+        asked = any(
+            wants(fn, "old_logp") for fn in (self.token_advantage, self.updates.select, self.updates.token_filter)
+        )
         return not self.bypass and (self.steps_per_batch > 1 or token_kl or asked)
 
 
@@ -211,7 +238,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     # --- with a critic
     "ppo": Algorithm(
         advantages.raw, losses.ppo_clip, "token", token_advantage=advantages.gae, critic=Critic(lam=0.95, updates=4),
-        whiten=True, kl="k1", kl_coef=0.05, kl_in="reward", epochs=4, paper="1707.06347",
+        whiten=True, kl="k1", kl_coef=0.05, kl_in="reward", updates=Updates(epochs=4), paper="1707.06347",
     ),
     "a2c": Algorithm(
         advantages.raw, losses.reinforce, "token", token_advantage=_GAE_1, critic=Critic(clip=None), paper="1602.01783"
@@ -245,20 +272,21 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gpg": Algorithm(advantages.gpg, losses.gpg, "token", paper="2504.02546"),
     "maxrl": Algorithm(advantages.maxrl, losses.reinforce, "constant", norm_length=1, paper="2602.02710"),
     "topr": Algorithm(
-        advantages.raw, losses.topr, "constant", norm_length=1, signed_reward=True, updates_per_batch=16,
-        paper="2503.14286",
+        advantages.raw, losses.topr, "constant", norm_length=1, shaping=Shaping(signed_reward=True),
+        updates_per_batch=16, paper="2503.14286",
     ),
     "opmd": Algorithm(
-        advantages.opmd, losses.opmd, "sequence", length_reward=length.kimi_length, length_coef=0.1, length_warmup=20,
-        prioritized=True, updates_per_batch=4, optimizer_reset=True, paper="2501.12599",
+        advantages.opmd, losses.opmd, "sequence",
+        shaping=Shaping(length_reward=length.kimi_length, length_coef=0.1, length_warmup=20),
+        prompts=PromptChoice(prioritized=True), updates_per_batch=4, optimizer_reset=True, paper="2501.12599",
     ),
     # --- GRPO and what was changed in it
     "grpo": Algorithm(**_GRPO, kl="k3", kl_coef=0.04, paper="2402.03300"),
     "dr_grpo": Algorithm(advantages.dr_grpo, losses.ppo_clip, "constant", paper="2503.20783"),
     "dapo": Algorithm(
-        advantages.grpo, partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28), "token", signed_reward=True,
-        length_reward=partial(length.soft_overlong, cache_len=4096), group_filter=filters.mixed, updates_per_batch=16,
-        paper="2503.14476",
+        advantages.grpo, partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28), "token",
+        shaping=Shaping(signed_reward=True, length_reward=partial(length.soft_overlong, cache_len=4096)),
+        group_filter=filters.mixed, updates_per_batch=16, paper="2503.14476",
     ),
     "gspo": Algorithm(advantages.grpo, losses.gspo, "sequence", updates_per_batch=4, paper="2507.18071"),
     "gspo_token": Algorithm(advantages.grpo, losses.gspo_token, "sequence", updates_per_batch=4, paper="2507.18071"),
@@ -272,10 +300,12 @@ ALGORITHMS: dict[str, Algorithm] = {
     "rspo": Algorithm(advantages.grpo, losses.rspo, "sequence", updates_per_batch=8, paper="2510.23027"),
     "lite_ppo": Algorithm(advantages.lite_ppo, losses.ppo_clip, "token", updates_per_batch=4, paper="2508.08221"),
     "reinforce_rej": Algorithm(
-        advantages.reinforce_rej, losses.ppo_clip, "token", signed_reward=True, updates_per_batch=4, paper="2504.11343"
+        advantages.reinforce_rej, losses.ppo_clip, "token", shaping=Shaping(signed_reward=True), updates_per_batch=4,
+        paper="2504.11343",
     ),
     "raft_pp": Algorithm(
-        advantages.raft, losses.ppo_clip, "token", signed_reward=True, updates_per_batch=4, paper="2504.11343"
+        advantages.raft, losses.ppo_clip, "token", shaping=Shaping(signed_reward=True), updates_per_batch=4,
+        paper="2504.11343",
     ),
     "passk_grpo": Algorithm(advantages.passk, losses.ppo_clip, "sequence", updates_per_batch=4, paper="2503.19595"),
     # --- GRPO on chosen tokens
@@ -283,39 +313,41 @@ ALGORITHMS: dict[str, Algorithm] = {
         **_GRPO, token_advantage=advantages.reweight, kl="k3", kl_coef=0.001, updates_per_batch=4, paper="2505.12929"
     ),
     "lopti": Algorithm(
-        **_GRPO, phases=filters.lopti_phases, kl="k3", kl_coef=0.001, updates_per_batch=4, paper="2505.12929"
+        **_GRPO, updates=Updates(phases=filters.lopti_phases), kl="k3", kl_coef=0.001, updates_per_batch=4,
+        paper="2505.12929",
     ),
     "clip_cov": Algorithm(
-        advantages.grpo, losses.clip_cov, "token", select=losses.select_clip_cov, updates_per_batch=8,
+        advantages.grpo, losses.clip_cov, "token", updates=Updates(select=losses.select_clip_cov), updates_per_batch=8,
         paper="2505.22617",
     ),
     "kl_cov": Algorithm(
-        advantages.grpo, partial(losses.kl_cov, coef=0.1), "token", select=partial(losses.select_cov, frac=2e-3),
-        updates_per_batch=8, paper="2505.22617",
+        advantages.grpo, partial(losses.kl_cov, coef=0.1), "token",
+        updates=Updates(select=partial(losses.select_cov, frac=2e-3)), updates_per_batch=8, paper="2505.22617",
     ),
     # --- whole recipes
     "olmo3": Algorithm(
         advantages.dr_grpo, partial(losses.ppo_clip, clip_low=0.2, clip_high=0.272), "token",
-        correction=partial(corrections.tis, cap=2.0), group_filter=filters.varied, retire_above=0.875,
-        paper="2512.13961",
+        correction=partial(corrections.tis, cap=2.0), group_filter=filters.varied,
+        prompts=PromptChoice(retire_above=0.875), paper="2512.13961",
     ),
     "scalerl": Algorithm(
-        advantages.scalerl, losses.cispo, "prompt", bypass=True, group_filter=filters.varied, resample=False,
-        retire_above=0.9, paper="2510.13786",
+        advantages.scalerl, losses.cispo, "prompt", bypass=True, group_filter=filters.varied,
+        prompts=PromptChoice(resample=False, retire_above=0.9), paper="2510.13786",
     ),
     "simplerl_zoo": Algorithm(
         **_GRPO, kl="k3", kl_coef=1e-4, entropy_coef=0.001, updates_per_batch=4, paper="2503.18892"
     ),
     "r1_zero": Algorithm(
-        **_GRPO, kl="k3", kl_coef=0.001, prompt=templates.r1, format_reward=formats.think_answer, updates_per_batch=16,
-        paper="2501.12948",
+        **_GRPO, kl="k3", kl_coef=0.001, prompts=PromptChoice(templates.r1),
+        shaping=Shaping(format_reward=formats.think_answer), updates_per_batch=16, paper="2501.12948",
     ),
     "l1_exact": Algorithm(
-        **_GRPO, kl="k3", kl_coef=0.001, prompt=templates.with_length, reward=length.l1_exact, updates_per_batch=2,
-        paper="2503.04697",
+        **_GRPO, kl="k3", kl_coef=0.001, prompts=PromptChoice(templates.with_length),
+        shaping=Shaping(reward=length.l1_exact), updates_per_batch=2, paper="2503.04697",
     ),
     "l1_max": Algorithm(
-        **_GRPO, kl="k3", kl_coef=0.001, prompt=partial(templates.with_length, text="{question} Think for a maximum of "
-        "{n} tokens."), reward=length.l1_max, updates_per_batch=2, paper="2503.04697",
+        **_GRPO, kl="k3", kl_coef=0.001,
+        prompts=PromptChoice(partial(templates.with_length, text="{question} Think for a maximum of {n} tokens.")),
+        shaping=Shaping(reward=length.l1_max), updates_per_batch=2, paper="2503.04697",
     ),
 }  # fmt: skip

@@ -28,6 +28,6 @@ def lopti_phases(
     eta in (0, 1), ValueError if not.  Low-Probability Token Isolation, arXiv 2505.12929.
     """
     if not 0 < eta < 1:
-        raise ValueError(f"eta={eta!r}: expected a number in (0, 1)")
+        raise ValueError(f"eta is {eta!r}; expected a number in (0, 1)")
     unlikely = jnp.asarray(old_logp, jnp.float32) < jnp.log(eta)
     return mask & unlikely, mask & ~unlikely

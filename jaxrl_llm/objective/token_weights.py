@@ -34,7 +34,7 @@ def token_weights(
     token and prompt: arXiv 2503.14476; sequence: 2402.03300; constant: 2503.20783; otm: 2509.02333.
     """
     if norm not in NORMS:
-        raise ValueError(f"norm={norm!r}: expected one of {', '.join(NORMS)}")
+        raise ValueError(f"norm is {norm!r}; expected one of {', '.join(NORMS)}")
     rows = mask.shape[0]
     if norm in ("prompt", "otm"):
         if group_size is None or group_size <= 0:

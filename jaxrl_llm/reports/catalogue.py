@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxrl_llm.config.functions import unbound
 from jaxrl_llm.objective import advantages, corrections, filters, losses, token_weights
-from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic, PromptChoice, Shaping, Updates
 from jaxrl_llm.reports import latex
 from jaxrl_llm.rewards import length
 
@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "algorithms.md"
 COMMAND = "python -m jaxrl_llm.reports.catalogue"
 WIDTH = 120
+GROUPS = ("shaping", "prompts", "updates")  # fields of an Algorithm that hold fields
 # Where the columns of `table` begin; a longer cell moves the rest of its own row.
 STOPS = {"name": 0, "advantage": 15, "loss": 32, "norm": 59, "extras": 72, "paper": 107}
 INTRODUCTION = f"""\
@@ -61,9 +62,15 @@ def _show(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
+def _values(a: Algorithm) -> dict[str, Any]:
+    """Every field's value by its own name, those of the groups of fields among them."""
+    own = lambda name, value: vars(value) if name in GROUPS else {name: value}
+    return {k: v for field in vars(a).items() for k, v in own(*field).items()}
+
+
 def _facts(a: Algorithm) -> dict[str, str]:
     """Every field but the paper as text; the three of the KL are one fact, and so are the two of the norm."""
-    facts = {f.name: _show(getattr(a, f.name)) for f in dataclasses.fields(a) if f.name not in ("paper", "kl", "norm")}
+    facts = {name: _show(value) for name, value in _values(a).items() if name not in ("paper", "kl", "norm")}
     beta, kind = facts.pop("kl_coef"), a.kl
     within = " in reward" if facts.pop("kl_in") == "'reward'" else ""
     limit = facts.pop("norm_length")
@@ -93,7 +100,7 @@ def _extras(a: Algorithm) -> list[str]:
     """What the columns of `table` do not say, the most telling first."""
     changed = {k: v for k, v in list(_facts(a).items())[4:] if v != DEFAULTS[k]}
     order = sorted(changed, key=lambda k: ("critic", "KL", "correction", "group_filter", k).index(k))  # stable
-    named = {k: unbound(getattr(a, k))[0].__name__ for k in order if callable(getattr(a, k, None))}
+    named = {k: unbound(v)[0].__name__ for k, v in _values(a).items() if callable(v)}
     return ["critic" if k == "critic" else named.get(k) or _phrase(k, changed[k]) for k in order]
 
 
@@ -144,8 +151,8 @@ def _source(a: Algorithm) -> str:
 
 
 def _functions(a: Algorithm) -> list[Callable]:
-    default = {f.name: f.default for f in dataclasses.fields(a)}
-    values = [unbound(v)[0] for k, v in vars(a).items() if callable(v) and v is not default[k]]
+    default = _values(_PLAIN_ROW) | dict.fromkeys(("advantage", "loss"))
+    values = [unbound(v)[0] for k, v in _values(a).items() if callable(v) and v is not default[k]]
     values += [losses.kl] if a.needs_reference else []
     return values + ([losses.value_loss] if a.critic is not None else [])
 
@@ -244,7 +251,7 @@ def _fields(cls: type) -> str:
     lines = ["| field | default | |", "|---|---|---|"]
     for f in dataclasses.fields(cls):
         comment = re.search(rf"^    {f.name}: [^#\n]*# (.*)$", source, re.MULTILINE)
-        default = "" if f.default is dataclasses.MISSING else f"`{_show(f.default)}`"
+        default = "" if f.default is dataclasses.MISSING or f.name in GROUPS else f"`{_show(f.default)}`"
         lines.append(f"| `{f.name}` | {default} | {comment[1] if comment else ''} |")
     return "\n".join(lines)
 
@@ -266,7 +273,7 @@ def page() -> str:
     sections["Groups, prompts and forms"] = (None, list(dict.fromkeys(others)))
     loss = next(lines for block, lines in _paragraphs(losses.__doc__) if block)
     out = [INTRODUCTION.format(loss=_equations(loss)).strip(), _methods()]
-    for cls in (Algorithm, Critic):
+    for cls in (Algorithm, Shaping, PromptChoice, Updates, Critic):
         out += [f"## Fields of `{cls.__name__}`", _linked(inspect.cleandoc(cls.__doc__)), _fields(cls)]
     out += ["## Token weights", *_weights()]
     for title, (module, functions) in sections.items():

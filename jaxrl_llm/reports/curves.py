@@ -251,7 +251,7 @@ def save(figure: Figure, path: Path) -> None:
     os.replace(temporary, path)
 
 
-def curves(out: Path, title: str = "") -> Path:
+def draw(out: Path, title: str = "") -> Path:
     """Draw out/curves.png (1200×700 pixels) from out/metrics.jsonl and return its path.
 
     Accuracy, reward, response length, entropy, the sampler–learner gap, gradient norm and clipping over the steps;

@@ -122,7 +122,7 @@ def samplers(learner: Learner) -> list[Learner]:
     return found
 
 
-def measure(learner: Learner, params: Any, sampler: Learner, *, worst: int) -> Gap:
+def measure_gap(learner: Learner, params: Any, sampler: Learner, *, worst: int) -> Gap:
     """The gap of one of `samplers` over the first held-out problems, as many as the learner evaluates.
 
     params: the learner's, on its mesh. worst: tokens to show. Raises ValueError if a log-prob is not finite.

@@ -17,7 +17,7 @@ def soft_overlong(
     Raises ValueError unless 0 < cache_len <= max_len.  DAPO, arXiv 2503.14476 eq. 13.
     """
     if not 0 < cache_len <= max_len:
-        raise ValueError(f"cache_len={cache_len!r}: expected 0 < cache_len <= max_len={max_len!r}")
+        raise ValueError(f"cache_len is {cache_len!r}; expected 0 < cache_len <= max_len={max_len!r}")
     n = jnp.asarray(n_tokens, jnp.float32)
     return jnp.clip((max_len - cache_len - n) / cache_len, -1.0, 0.0)
 
@@ -79,4 +79,4 @@ def _left(n_tokens: Array | np.ndarray, n_gold: Array | np.ndarray) -> Float[Arr
 
 def _check_slope(alpha: float) -> None:
     if alpha < 0:
-        raise ValueError(f"alpha={alpha!r}: expected a number >= 0")
+        raise ValueError(f"alpha is {alpha!r}; expected a number >= 0")

@@ -79,7 +79,7 @@ def made_of(config: Config) -> dict[str, Any]:
     own = replace(config.prime, task=None)  # which of the two fields names the task makes no difference
     data = configs.to_json(replace(config, task=config.prime.task or config.task, prime=own))
     made = {name: data[name] for name in ("model", "tokenizer", "prime", "task", "seed")}
-    return made | {"prompt": data["algorithm"]["prompt"]}
+    return made | {"prompt": data["algorithm"]["prompts"]["template"]}
 
 
 def cache_key(config: Config) -> str:
@@ -151,7 +151,7 @@ def _train(
     tx: optax.GradientTransformation,
 ) -> tuple[TrainState, int]:
     recipe, total = config.prime, sum(s.batches for s in config.prime.stages)
-    task = templates.applied((recipe.task or config.task)(), config.algorithm.prompt)
+    task = templates.applied((recipe.task or config.task)(), config.algorithm.prompts.template)
     tokenizer = config.tokenizer()
     if task.trace is None:
         raise ValueError("prime.task is without traces; expected a task with Task.trace, or prime=None")

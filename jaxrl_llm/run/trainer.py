@@ -24,11 +24,11 @@ from jaxrl_llm.learner.learner import Learner, build, fresh_state, learn_batch, 
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.run import evals, metrics, sft
 from jaxrl_llm.run.checkpoint import Checkpoints
-from jaxrl_llm.run.schedules import SCHEDULES, Position
+from jaxrl_llm.run.modes import MODES, Position
 from jaxrl_llm.sampler import client, groups, weights
-from jaxrl_llm.sampler.client import Remote
-from jaxrl_llm.sampler.decode import Engine, push_weights
-from jaxrl_llm.sampler.groups import Asked, Scored
+from jaxrl_llm.sampler.client import RemoteEngine
+from jaxrl_llm.sampler.decode import LocalEngine, push_weights
+from jaxrl_llm.sampler.groups import PendingPrompt, ScoredBatch
 from jaxrl_llm.sampler.requests import Answer
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import LENGTH, TrainState
@@ -42,8 +42,8 @@ def make_engine(learner: Learner, params: Any, version: int = 0) -> Any:
     if r.servers:
         servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca)
         drawing = (sampling, r.max_response_tokens, r.stop)
-        return Remote(servers, model, learner.tokenizer, *drawing, quantized=kept).pushed(params, version)
-    return Engine(
+        return RemoteEngine(servers, model, learner.tokenizer, *drawing, quantized=kept).pushed(params, version)
+    return LocalEngine(
         model,
         learner.tokenizer,
         weights.push(model, params, learner.mesh, version=version, quantized=kept),
@@ -74,15 +74,15 @@ def sampler_model(config: Config) -> ModelConfig:
 # --- one step -----------------------------------------------------------------------------------------------------
 
 
-def measure_rollouts(seen: Scored, version: int) -> dict[str, float]:
+def rollout_metrics(scored: ScoredBatch, version: int) -> dict[str, float]:
     """Rewards, groups and lengths of all answers that were sampled, those of filtered groups included.
 
     version: of the weights that learn from them, for the staleness of what is learnt from.
     """
-    rewards = np.array([r.value for r in seen.all_rewards])
-    correct = np.array([r.correct for r in seen.all_rewards])
-    lengths, group = seen.everything.lengths, seen.rollouts.group_size
-    groups, accepted = correct.reshape(-1, group), np.repeat(seen.all_kept, group)
+    rewards = np.array([r.value for r in scored.all_rewards])
+    correct = np.array([r.correct for r in scored.all_rewards])
+    lengths, group = scored.all_rollouts.lengths, scored.rollouts.group_size
+    groups, accepted = correct.reshape(-1, group), np.repeat(scored.all_kept, group)
     mean = lambda x: float(np.mean(x)) if len(x) else float("nan")
     row = {
         "reward/mean": mean(rewards),
@@ -97,27 +97,27 @@ def measure_rollouts(seen: Scored, version: int) -> dict[str, float]:
         "length/wrong": mean(lengths[~correct]),
         "length/accepted": mean(lengths[accepted]),
         "length/rejected": mean(lengths[~accepted]),
-        "truncated": mean(seen.everything.finish == LENGTH),
+        "truncated": mean(scored.all_rollouts.finish == LENGTH),
     }
-    drawn = np.arange(seen.rollouts.tokens.shape[1]) < seen.rollouts.lengths[:, None]
-    age = version - seen.rollouts.versions[drawn]
-    return row | {"staleness/mean": mean(age), "staleness/max": float(age.max()), "groups/stale": float(seen.stale)}
+    drawn = np.arange(scored.rollouts.tokens.shape[1]) < scored.rollouts.lengths[:, None]
+    age = version - scored.rollouts.versions[drawn]
+    return row | {"staleness/mean": mean(age), "staleness/max": float(age.max()), "groups/stale": float(scored.stale)}
 
 
-def sample_rows(seen: Scored, n: int) -> list[dict[str, Any]]:
+def sample_rows(scored: ScoredBatch, n: int) -> list[dict[str, Any]]:
     """The first `n` groups' first answers, for samples.jsonl."""
-    group = seen.rollouts.group_size
-    rows = [(p, p * group) for p in range(min(n, len(seen.rollouts.prompts)))]
+    group = scored.rollouts.group_size
+    rows = [(p, p * group) for p in range(min(n, len(scored.rollouts.prompts)))]
     return [
         {
-            "prompt": seen.rollouts.prompts[p].text,
-            "response": seen.rollouts.texts[i],
-            "answer": seen.rollouts.prompts[p].answer,
-            "parsed": seen.rewards[i].parsed,
-            "reward": seen.rewards[i].value,
-            "correct": seen.rewards[i].correct,
-            "finish": str(seen.rollouts.finish[i]),
-            "tokens": int(seen.rollouts.lengths[i]),
+            "prompt": scored.rollouts.prompts[p].text,
+            "response": scored.rollouts.texts[i],
+            "answer": scored.rollouts.prompts[p].answer,
+            "parsed": scored.rewards[i].parsed,
+            "reward": scored.rewards[i].value,
+            "correct": scored.rewards[i].correct,
+            "finish": str(scored.rollouts.finish[i]),
+            "tokens": int(scored.rollouts.lengths[i]),
         }
         for p, i in rows
     ]
@@ -125,7 +125,7 @@ def sample_rows(seen: Scored, n: int) -> list[dict[str, Any]]:
 
 def one_step(
     learner: Learner, state: TrainState, engine: Any, at: Position, schedule: Any
-) -> tuple[TrainState, Any, Position, Scored, dict[str, float]]:
+) -> tuple[TrainState, Any, Position, ScoredBatch, dict[str, float]]:
     """Sample, score, learn, push: the state and the sampler one step on, and what the step measured.
 
     While the critic is pre-trained, the policy stays as it is.
@@ -134,13 +134,13 @@ def one_step(
     critic = learner.config.algorithm.critic
     learned: dict[str, float] = {}
     with watch("step"):
-        seen, after = schedule.next(engine, at, watch)
-        answers, version = seen.rollouts, engine.version
+        scored, after = schedule.next(engine, at, watch)
+        answers, version = scored.rollouts, engine.version
         if learner.config.rollout.zero_gap:
             with watch("rescore"):
-                seen = replace(seen, old_logp=groups.rescored(engine, answers, seed=learner.config.seed))
+                scored = replace(scored, old_logp=groups.sampler_logprobs(engine, answers, seed=learner.config.seed))
         with watch("train"):
-            batch, state = learn_batch(learner, state, seen)
+            batch, state = learn_batch(learner, state, scored)
             if critic is not None:
                 state, learned = update_critic(learner, state, batch)
             if critic is None or at.step >= critic.pretrain:
@@ -149,14 +149,14 @@ def one_step(
         with watch("push"):
             engine = push_weights(engine, state.params)
     seconds = watch.seconds()
-    sampled = int(seen.everything.lengths.sum())
+    sampled = int(scored.all_rollouts.lengths.sum())
     trained = int(answers.lengths.sum() + answers.prompt_lengths.sum())
-    row = measure_rollouts(seen, version) | learned
+    row = rollout_metrics(scored, version) | learned
     row |= {f"perf/{stage}_s": s for stage, s in seconds.items()}
     row["perf/rollout_tokens_per_s"] = sampled / seconds["rollout"]
     row["perf/train_tokens_per_s"] = trained / seconds["train"]
     row["perf/push_bytes"] = float(engine.bytes)
-    return state, engine, after, seen, row
+    return state, engine, after, scored, row
 
 
 # --- the run ------------------------------------------------------------------------------------------------------
@@ -233,9 +233,9 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
 
 def _host(config: Config, at: Position) -> dict[str, Any]:
     """The position and the config, as a checkpoint keeps them."""
-    solved = {str(place): list(counts) for place, counts in at.solved.items()}
+    solved = {str(index): list(counts) for index, counts in at.solved.items()}
     answer = lambda a: [a.tokens.tolist(), a.logp.tolist(), a.versions.tolist(), a.finish]
-    pending = [[p.draw, p.place, [answer(a) for a in p.begun]] for p in at.pending]
+    pending = [[p.draw, p.index, [answer(a) for a in p.begun]] for p in at.pending]
     return {
         "draw": at.draw,
         "solved": solved,
@@ -247,10 +247,12 @@ def _host(config: Config, at: Position) -> dict[str, Any]:
 
 def _position(step: int, host: dict[str, Any]) -> Position:
     """The inverse of `_host`."""
-    solved = {int(place): tuple(counts) for place, counts in host["solved"].items()}
+    solved = {int(index): tuple(counts) for index, counts in host["solved"].items()}
     kinds = (np.int32, np.float32, np.int32)
     answer = lambda a: Answer(*(np.array(x, k) for x, k in zip(a, kinds, strict=False)), a[3])
-    pending = tuple(Asked(draw, place, tuple(answer(a) for a in begun)) for draw, place, begun in host["pending"])
+    pending = tuple(
+        PendingPrompt(draw, index, tuple(answer(a) for a in begun)) for draw, index, begun in host["pending"]
+    )
     return Position(step, host["draw"], solved, pending)
 
 
@@ -262,24 +264,24 @@ def _loop(
     at = Position()
     if found:
         state, at = found.state, _position(found.step, found.host)
-    engine, schedule = make_engine(learner, state.params, at.step), SCHEDULES[config.rollout.schedule](learner)
+    engine, schedule = make_engine(learner, state.params, at.step), MODES[config.rollout.mode](learner)
     try:
         with (
             metrics.RunLog(out, at.step if found else None) as log,
             metrics.Progress(total - at.step, "training") as progress,
         ):
             if not found:
-                row = evaluate(learner, engine)
+                row = evaluate_policy(learner, engine)
                 log.log(0, row)
                 progress.line(f"base policy: held-out accuracy {row['eval/accuracy']:.1%}")
             try:
                 while at.step < total and not stopping():
-                    state, engine, at, seen, row = one_step(learner, state, engine, at, schedule)
+                    state, engine, at, scored, row = one_step(learner, state, engine, at, schedule)
                     row["lr"] = float(learner.learning_rate(max(0, int(state.step) - 1)))
                     if at.step == total or (config.evaluation.every and at.step % config.evaluation.every == 0):
-                        row |= evaluate(learner, engine)
+                        row |= evaluate_policy(learner, engine)
                     row["perf/compilations"] = metrics.compilations()
-                    log.samples(at.step, sample_rows(seen, config.logged_samples))
+                    log.samples(at.step, sample_rows(scored, config.logged_samples))
                     log.log(at.step, row)
                     progress.line(metrics.step_line(at.step, total, row))
                     progress.advance()
@@ -301,10 +303,10 @@ def prime_only(config: Config, out: Path, *, source: Path | None = None) -> dict
     learner.tokenizer.save(out / "tokenizer")
     with jax.set_mesh(learner.mesh), stop_on_signals() as stopping:
         base = sft.prime(config, out / "base", learner.mesh, stopping, print)
-        return None if base is None else evaluate(learner, make_engine(learner, base))
+        return None if base is None else evaluate_policy(learner, make_engine(learner, base))
 
 
-def evaluate(learner: Learner, engine: Any) -> dict[str, float]:
+def evaluate_policy(learner: Learner, engine: Any) -> dict[str, float]:
     """Held-out accuracy and lengths as the config's evaluation says."""
     e, watch = learner.config.evaluation, metrics.Stopwatch()
     with watch("eval"):

@@ -20,7 +20,7 @@ from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler import requests, weights, wire
 from jaxrl_llm.sampler import rollout_pb2 as pb
-from jaxrl_llm.sampler.requests import Group, More, Request
+from jaxrl_llm.sampler.requests import Group, NextRequest, Request
 from jaxrl_llm.sampler.sampling import Sampling
 
 PROBE_S = 2.0  # a server that takes longer to say that it is there gets no requests
@@ -131,12 +131,12 @@ class Client:
 
     # --- sampling -----------------------------------------------------------------------------------------------
 
-    def sample(self, more: More) -> Iterator[tuple[Request, Group]]:
-        """Groups as they come, until `more` has none and none is in flight.
+    def sample(self, next_request: NextRequest) -> Iterator[tuple[Request, Group]]:
+        """Groups as they come, until `next_request` has none and none is in flight.
 
-        All is done in the caller's thread, between two groups: `more` is asked when a server has room or nothing is in
-        flight, and again after a moment if it had nothing; what has failed is sent again. Closing the iterator cancels
-        what is in flight.
+        All is done in the caller's thread, between two groups: `next_request` is asked when a server has room or
+        nothing is in flight, and again after a moment if it had nothing; what has failed is sent again. Closing the
+        iterator cancels what is in flight.
         """
         waiting: deque[_Ticket] = deque()
         running: dict[grpc.Future, tuple[_Ticket, _Server]] = {}
@@ -144,11 +144,11 @@ class Client:
         try:
             while True:
                 if not waiting and not running:
-                    if (request := more()) is None:
+                    if (request := next_request()) is None:
                         return
                     waiting.append(_ticket(request))
                 while self._able():
-                    if not waiting and (request := more()) is not None:
+                    if not waiting and (request := next_request()) is not None:
                         waiting.append(_ticket(request))
                     if not waiting or (server := self._claim()) is None:  # another thread has taken the room
                         break
@@ -385,7 +385,7 @@ def _group(reply: pb.SampleReply, request: Request, server: _Server) -> Group:
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteEngine:
     """Servers (`jaxrl serve`), and how they draw unless a request says otherwise."""
 
     client: Client
@@ -398,11 +398,11 @@ class Remote:
     version: int = 0  # of the weights pushed last
     bytes: int = 0  # of them, to each server
 
-    def sample(self, more: More, latest: Callable | None = None) -> Iterator[tuple[Request, Group]]:
+    def sample(self, next_request: NextRequest, latest: Callable | None = None) -> Iterator[tuple[Request, Group]]:
         """Groups as they are done. The servers change to pushed weights by themselves, between two of their calls."""
-        return self.client.sample(more)
+        return self.client.sample(next_request)
 
-    def pushed(self, params: Any, version: int | None = None) -> Remote:
+    def pushed(self, params: Any, version: int | None = None) -> RemoteEngine:
         """The same servers with the learner's parameters, one version on."""
         version = self.version + 1 if version is None else version
         held = weights.push(self.model, params, None, version=version, quantized=self.quantized)

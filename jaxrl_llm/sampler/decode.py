@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler import weights
-from jaxrl_llm.sampler.requests import Draft, Group, More, Request, check
+from jaxrl_llm.sampler.requests import Group, NextRequest, PartialAnswer, Request, check
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.sampler.slots import Slots, Work
+from jaxrl_llm.sampler.slots import ActiveGroup, Slots
 
 
 @dataclass(frozen=True)
-class Engine:
+class LocalEngine:
     """A sampler in this process: the weights that it holds, and how it draws unless a request says otherwise."""
 
     model: ModelConfig
@@ -34,19 +34,21 @@ class Engine:
     tokens_per_call: int = 32  # decoding steps between two looks from the host
     quantized: str = ""  # int8 or int4: how pushed weights are kept
     kv_dtype: str = ""  # float32, bfloat16 or int8; that of the activations if left out
-    exact: bool = False  # one shape, and no row filled before all are done: `rescored` log-probs are equal bit for bit
+    exact: bool = (
+        False  # one shape, and no row filled before all are done: `forced_logprobs` log-probs are equal bit for bit
+    )
     mesh: Mesh | None = None
 
     def sample(
-        self, more: More, latest: Callable[[], weights.SamplerWeights] | None = None
+        self, next_request: NextRequest, latest: Callable[[], weights.SamplerWeights] | None = None
     ) -> Iterator[tuple[Request, Group]]:
-        """Groups as they are done. A row that is done is filled at once, with what `more` gives.
+        """Groups as they are done. A row that is done is filled at once, with what `next_request` gives.
 
         `latest`: the weights to use, asked before each call, so that they may change while answers are being drawn.
         """
-        return _sample(self, more, latest or (lambda: self.weights))
+        return _sample(self, next_request, latest or (lambda: self.weights))
 
-    def pushed(self, params: Any) -> Engine:
+    def pushed(self, params: Any) -> LocalEngine:
         """The same engine with the learner's parameters, one version on."""
         held = weights.push(self.model, params, self.mesh, version=self.version + 1, quantized=self.quantized)
         jax.block_until_ready(held.params)
@@ -66,19 +68,19 @@ class Engine:
 
 
 def _sample(
-    engine: Engine,
-    more: More,
+    engine: LocalEngine,
+    next_request: NextRequest,
     latest: Callable[[], weights.SamplerWeights],
     script: Callable[[Request, int], tuple[int, ...]] = lambda request, number: (),
 ) -> Iterator[tuple[Request, Group]]:
-    """`Engine.sample`; and, for answers that have a script, those tokens instead of drawn ones."""
+    """`LocalEngine.sample`; and, for answers that have a script, those tokens instead of drawn ones."""
     slots, waiting = Slots(engine), deque()
     while True:
-        while slots.busy + len(waiting) < engine.slots and (request := more()) is not None:
+        while slots.busy + len(waiting) < engine.slots and (request := next_request()) is not None:
             room = {"max_prompt_tokens": engine.max_prompt_tokens} if engine.max_prompt_tokens else {}
             room |= {"max_tokens": engine.max_tokens} if engine.exact else {}
             check(request, vocab_size=engine.model.vocab_size, **room)
-            group = Work(request, [Draft(request, g, script(request, g)) for g in range(request.group)])
+            group = ActiveGroup(request, [PartialAnswer(request, g, script(request, g)) for g in range(request.group)])
             waiting += [(group, draft) for draft in group.drafts if draft.open]
             if not group.left:
                 yield request, group.answers()
@@ -102,7 +104,7 @@ def generate(engine: Any, requests: Sequence[Request]) -> list[Group]:
     return [groups[id(request)].popleft() for request in requests]
 
 
-def rescored(engine: Engine, requests: Sequence[Request], groups: Sequence[Group]) -> list[np.ndarray]:
+def forced_logprobs(engine: LocalEngine, requests: Sequence[Request], groups: Sequence[Group]) -> list[np.ndarray]:
     """Log-probs of tokens that are given, from the programs that draw: one array an answer, in order.
 
     With `exact` they are those of the drawing itself, bit for bit, if the weights are the same.

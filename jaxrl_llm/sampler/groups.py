@@ -13,11 +13,11 @@ import numpy as np
 
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.sampler import decode
-from jaxrl_llm.sampler.requests import Answer, Group, More, Request
+from jaxrl_llm.sampler.requests import Answer, Group, NextRequest, Request
 from jaxrl_llm.types import CANCELLED, EOS, Prompt, Reward, Rollouts, Task
 
 
-def encoded(tokenizer: Tokenizer, prompts: tuple[Prompt, ...], max_prompt_tokens: int) -> list[list[int]]:
+def encode_prompts(tokenizer: Tokenizer, prompts: tuple[Prompt, ...], max_prompt_tokens: int) -> list[list[int]]:
     """Token ids of the prompts. Raises ValueError for an empty one or one longer than `max_prompt_tokens`."""
     ids = [tokenizer.encode(p.text) for p in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
@@ -29,12 +29,12 @@ def encoded(tokenizer: Tokenizer, prompts: tuple[Prompt, ...], max_prompt_tokens
     return ids
 
 
-def request_of(engine: Any, ids: Sequence[int], group: int, *, seed: int, draw: int) -> Request:
+def make_request(engine: Any, ids: Sequence[int], group: int, *, seed: int, draw: int) -> Request:
     """A group for a prompt of these token ids, drawn as the engine draws unless told otherwise."""
     return Request(tuple(ids), group, engine.max_tokens, engine.sampling, engine.stop, seed, draw)
 
 
-def gathered(
+def to_rollouts(
     tokenizer: Tokenizer, prompts: Sequence[Prompt], requests: Sequence[Request], groups: Sequence[Group]
 ) -> Rollouts:
     """Answered requests as arrays."""
@@ -66,16 +66,16 @@ def sample_groups(
     engine: Any, prompts: tuple[Prompt, ...], group: int, *, seed: int, draws: np.ndarray, max_prompt_tokens: int
 ) -> Rollouts:
     """`group` answers to each prompt. Raises ValueError for a prompt longer than `max_prompt_tokens`."""
-    ids = encoded(engine.tokenizer, prompts, max_prompt_tokens)
-    asked = [request_of(engine, t, group, seed=seed, draw=int(d)) for t, d in zip(ids, draws, strict=True)]
-    return gathered(engine.tokenizer, prompts, asked, decode.generate(engine, asked))
+    ids = encode_prompts(engine.tokenizer, prompts, max_prompt_tokens)
+    asked = [make_request(engine, t, group, seed=seed, draw=int(d)) for t, d in zip(ids, draws, strict=True)]
+    return to_rollouts(engine.tokenizer, prompts, asked, decode.generate(engine, asked))
 
 
-def rescored(engine: Any, answers: Rollouts, *, seed: int) -> np.ndarray:
+def sampler_logprobs(engine: Any, answers: Rollouts, *, seed: int) -> np.ndarray:
     """Log-probs [B,T] of the answers from the programs that drew them, under the engine's weights."""
     group = answers.group_size
     asked = [
-        request_of(engine, tokens[:n].tolist(), group, seed=seed, draw=int(draw))
+        make_request(engine, tokens[:n].tolist(), group, seed=seed, draw=int(draw))
         for tokens, n, draw in zip(answers.prompt_tokens, answers.prompt_lengths, answers.draws, strict=True)
     ]
     rows = [
@@ -84,7 +84,7 @@ def rescored(engine: Any, answers: Rollouts, *, seed: int) -> np.ndarray:
     ]
     said = [tuple(rows[p * group : (p + 1) * group]) for p in range(len(asked))]
     out = np.zeros_like(answers.sampler_logp)
-    for row, logp in zip(out, decode.rescored(engine, asked, said), strict=True):
+    for row, logp in zip(out, decode.forced_logprobs(engine, asked, said), strict=True):
         row[: len(logp)] = logp
     return out
 
@@ -106,19 +106,19 @@ def score(task: Task, rollouts: Rollouts) -> list[Reward]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingPrompt:
     """A prompt that was handed out, and what has been drawn for it."""
 
     draw: int
-    place: int  # in Task.train
+    index: int  # in Task.train
     begun: Group = ()  # of a group that its budget has cut
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredGroup:
     """One group with its rewards."""
 
-    asked: Asked
+    prompt: PendingPrompt
     rollouts: Rollouts
     rewards: tuple[Reward, ...]  # the verifier's
     shaped: np.ndarray  # float32 [G]: what is learnt from
@@ -126,32 +126,32 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredBatch:
     """Groups for learning, and what was seen of all that were sampled on the way."""
 
     rollouts: Rollouts
     rewards: tuple[Reward, ...]  # the verifier's, B
     shaped: np.ndarray  # float32 [B]: what is learnt from
     kept: np.ndarray  # bool [P]: groups that passed the filter
-    everything: Rollouts  # rejected groups included
+    all_rollouts: Rollouts  # rejected groups included
     all_rewards: tuple[Reward, ...]
     all_kept: np.ndarray  # bool
-    cut: tuple[Asked, ...] = ()  # prompts handed out whose answers are not among these
+    unfinished: tuple[PendingPrompt, ...] = ()  # prompts handed out whose answers are not among these
     stale: int = 0  # groups dropped because too old
     old_logp: np.ndarray | None = None  # float32 [B,T]: from the sampler's own kernels, in place of the learner's
 
 
 def fill_batch(
-    sample: Callable[[More], Iterator[tuple[Request, Group]]],
-    ask: Callable[[], Asked],
-    request: Callable[[Asked], Request],
-    judge: Callable[[Asked, Request, Group], Judged],
+    sample: Callable[[NextRequest], Iterator[tuple[Request, Group]]],
+    ask: Callable[[], PendingPrompt],
+    request: Callable[[PendingPrompt], Request],
+    judge: Callable[[PendingPrompt, Request, Group], ScoredGroup],
     *,
     prompts: int,
     most: int,
-    pending: Sequence[Asked] = (),
+    pending: Sequence[PendingPrompt] = (),
     resample: bool = True,
-) -> Scored:
+) -> ScoredBatch:
     """Groups until `prompts` of them are kept; one that is not is replaced the moment it is known.
 
     Since a prompt is asked for each that was rejected and none ahead of that, the groups are those of the first draws
@@ -160,12 +160,12 @@ def fill_batch(
     on. Without `resample` every group stays, and `kept` tells what passed.
     Raises RuntimeError with the pass rates when `most` prompts were asked in vain.
     """
-    under_way: dict[int, Asked] = {}
-    judged: list[Judged] = []
+    under_way: dict[int, PendingPrompt] = {}
+    judged: list[ScoredGroup] = []
     first, cut = deque(pending), deque()
     full, asked = 0, 0
 
-    def more() -> Request | None:
+    def next_request() -> Request | None:
         nonlocal asked
         if full + len(under_way) >= prompts or (asked == most and not first and not cut):
             return None
@@ -179,21 +179,21 @@ def fill_batch(
         under_way[next_one.draw] = next_one
         return request(next_one)
 
-    for answered, group in sample(more):
+    for answered, group in sample(next_request):
         one = under_way.pop(answered.draw)
         if any(a.finish == CANCELLED for a in group):
             cut.append(replace(one, begun=group))
             continue
         judged.append(judge(one, answered, group))
         full += judged[-1].kept or not resample
-    judged.sort(key=lambda j: j.asked.draw)
+    judged.sort(key=lambda j: j.prompt.draw)
     chosen = [j for j in judged if j.kept or not resample]
     if full < prompts:
-        raise gave_up(judged, prompts, most // prompts)
-    return scored(chosen, judged, (*first, *cut))
+        raise too_few_groups(judged, prompts, most // prompts)
+    return scored_batch(chosen, judged, (*first, *cut))
 
 
-def gave_up(judged: Sequence[Judged], prompts: int, rounds: int) -> RuntimeError:
+def too_few_groups(judged: Sequence[ScoredGroup], prompts: int, rounds: int) -> RuntimeError:
     """What to raise when `rounds` times as many prompts as a batch has were asked in vain."""
     rates, kept = np.array([[r.correct for r in j.rewards] for j in judged]).mean(axis=1), sum(j.kept for j in judged)
     return RuntimeError(
@@ -203,17 +203,21 @@ def gave_up(judged: Sequence[Judged], prompts: int, rounds: int) -> RuntimeError
     )
 
 
-def scored(chosen: Sequence[Judged], judged: Sequence[Judged], cut: Sequence[Asked] = ()) -> Scored:
+def scored_batch(
+    chosen: Sequence[ScoredGroup], judged: Sequence[ScoredGroup], cut: Sequence[PendingPrompt] = ()
+) -> ScoredBatch:
     """The groups `chosen` among those `judged`, as arrays."""
     kept = lambda groups: np.array([j.kept for j in groups])
     rewards = lambda groups: tuple(r for j in groups for r in j.rewards)
-    whole = joined([j.rollouts for j in chosen])
-    everything = whole if len(chosen) == len(judged) else joined([j.rollouts for j in judged])
+    whole = concatenated([j.rollouts for j in chosen])
+    all_rollouts = whole if len(chosen) == len(judged) else concatenated([j.rollouts for j in judged])
     shaped = np.concatenate([j.shaped for j in chosen])
-    return Scored(whole, rewards(chosen), shaped, kept(chosen), everything, rewards(judged), kept(judged), tuple(cut))
+    return ScoredBatch(
+        whole, rewards(chosen), shaped, kept(chosen), all_rollouts, rewards(judged), kept(judged), tuple(cut)
+    )
 
 
-def passes(keep: Callable | None, rewards: Sequence[Reward], shaped: np.ndarray) -> bool:
+def passes_filter(keep: Callable | None, rewards: Sequence[Reward], shaped: np.ndarray) -> bool:
     """Whether a group filter, which gets those of `correct` and `rewards` that it names, keeps this group."""
     if keep is None:
         return True
@@ -221,7 +225,7 @@ def passes(keep: Callable | None, rewards: Sequence[Reward], shaped: np.ndarray)
     return bool(keep(**{name: judged[name] for name in inspect.signature(keep).parameters if name in judged})[0])
 
 
-def joined(parts: Sequence[Rollouts]) -> Rollouts:
+def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
     """One Rollouts of many."""
 
     def gather(name: str) -> Any:

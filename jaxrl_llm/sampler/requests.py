@@ -43,7 +43,7 @@ class Request:
 
 Group = tuple[Answer, ...]
 # The next request, or None when there is none for now: it is asked again after each group that was answered.
-More = Callable[[], Request | None]
+NextRequest = Callable[[], Request | None]
 
 
 def check(
@@ -79,7 +79,7 @@ def check(
         types.expect(sizes[0] <= most, "begun", sizes[0], f"at most {most} tokens, for max_tokens = {r.max_tokens}")
 
 
-class Draft:
+class PartialAnswer:
     """An answer while it is being drawn."""
 
     def __init__(self, request: Request, number: int, script: tuple[int, ...] = ()):

@@ -17,12 +17,12 @@ import numpy as np
 
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler import core, weights
-from jaxrl_llm.sampler.requests import Draft, Group, Request
+from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request
 from jaxrl_llm.sampler.sampling import Draw
 from jaxrl_llm.types import expect
 
 if TYPE_CHECKING:
-    from jaxrl_llm.sampler.decode import Engine
+    from jaxrl_llm.sampler.decode import LocalEngine
 
 MIN_COLUMNS = 32  # tokens
 MIN_PREFIX = 16  # tokens
@@ -31,11 +31,11 @@ AT_ONCE = (1, 4, 16, 64)  # prompts in one prefill
 
 
 @dataclass(eq=False)
-class Work:
+class ActiveGroup:
     """A request under way."""
 
     request: Request
-    drafts: Sequence[Draft]
+    drafts: Sequence[PartialAnswer]
     prefix: int = -1  # where its prompt lies
     own: Any = None  # keys and values of what was begun, when its prompt is prefilled
 
@@ -50,7 +50,7 @@ class Work:
         return tuple(d.answer() for d in self.drafts)
 
 
-Place = tuple[Work, Draft]  # who has a row, or waits for one
+Place = tuple[ActiveGroup, PartialAnswer]  # who has a row, or waits for one
 
 
 class _Shape(NamedTuple):
@@ -80,7 +80,7 @@ def _keys(seeds: jax.Array, draws: jax.Array, numbers: jax.Array) -> jax.Array:
     return jax.vmap(lambda seed, draw, number: fold(fold(jax.random.key(seed), draw), number))(seeds, draws, numbers)
 
 
-def draws_of(drafts: Sequence[Draft], n: int) -> Draw:
+def draws_of(drafts: Sequence[PartialAnswer], n: int) -> Draw:
     """How `drafts` are to be drawn, padded to n rows."""
     gather = lambda name, dtype: _padded([getattr(d.request.sampling, name) for d in drafts], n, dtype)
     seeds = _padded([d.request.seed for d in drafts], n, np.uint32)
@@ -109,7 +109,7 @@ def prefix_of(prompts: Sequence[Sequence[int]], rows: int, size: int) -> np.ndar
 class Slots:
     """Rows, prefixes, and who is in them. Row i lies in shard i // (rows / ways)."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: LocalEngine):
         exact = engine.max_prompt_tokens > 0 or not engine.exact
         expect(exact, "max_prompt_tokens", engine.max_prompt_tokens, "a positive number for exact")
         self.engine, self.ways = engine, sharding.rows(1, engine.mesh)
@@ -118,7 +118,7 @@ class Slots:
         self.state: core.DecodeState | None = None
         self.shape, self.lanes = _Shape(0, 0, 0, 0), 1
         self.rows: list[Place | None] = []
-        self.prefixes: list[Work | None] = []
+        self.prefixes: list[ActiveGroup | None] = []
         self.prefills = 0  # groups whose prompt has gone through the model
 
     @property
@@ -218,7 +218,7 @@ class Slots:
             if group.begun:
                 self._continue(held, group, {d.number: row for row, d, g in placed if g is group})
 
-    def _place(self, group: Work) -> int | None:
+    def _place(self, group: ActiveGroup) -> int | None:
         """A free row in the shard of the group's prompt; of a new one in the emptiest shard, where it gets a place."""
         free = lambda places, shard: [i for i in shard if places[i] is None]
         shards = list(zip(self._shards(self.rows), self._shards(self.prefixes), strict=True))
@@ -235,7 +235,7 @@ class Slots:
             self.prefixes[group.prefix] = group
         return found[0]
 
-    def _prefill(self, held: weights.SamplerWeights, groups: list[Work]) -> None:
+    def _prefill(self, held: weights.SamplerWeights, groups: list[ActiveGroup]) -> None:
         """The prompts of these groups, once each; so many at a time that there are few programs."""
         for group in groups:
             group.own = ()
@@ -247,7 +247,7 @@ class Slots:
             self._fill_prefixes(held, part, size, np.zeros((sharding.rows(n, self.engine.mesh), 1, 0), np.int32))
 
     def _fill_prefixes(
-        self, held: weights.SamplerWeights, groups: list[Work], size: int, begun: np.ndarray
+        self, held: weights.SamplerWeights, groups: list[ActiveGroup], size: int, begun: np.ndarray
     ) -> core.Prefilled:
         """Prefill and put in place; groups and `begun` are padded to as many rows as that has."""
         prompts, n = [g.request.prompt for g in groups], len(begun)
@@ -259,14 +259,14 @@ class Slots:
         self.prefills += len(groups)
         return filled
 
-    def _insert(self, placed: list[tuple[int, Draft]]) -> None:
+    def _insert(self, placed: list[tuple[int, PartialAnswer]]) -> None:
         """Answers into their rows; always as many rows as there are, so that there is one program."""
         n = len(self.rows)
         if placed:
             rows = rows_of(placed, n, n)
             self.state = replace(self.state, answers=_insert_rows(self.state.answers, rows))
 
-    def _continue(self, held: weights.SamplerWeights, group: Work, rows: dict[int, int]) -> None:
+    def _continue(self, held: weights.SamplerWeights, group: ActiveGroup, rows: dict[int, int]) -> None:
         """Answers that were begun: their tokens go through the model once, together, beside their prompt."""
         prompt, ways, past = group.request.prompt, self.ways, len(self.rows)
         if group.own is None:
@@ -284,7 +284,7 @@ class Slots:
 
     # --- drawing
 
-    def step(self, held: weights.SamplerWeights) -> list[Work]:
+    def step(self, held: weights.SamplerWeights) -> list[ActiveGroup]:
         """One call of the decoding loop. Returns the groups that are done; their rows and prefixes are free again."""
         e, steps = self.engine, self.engine.tokens_per_call
         lanes, place = self._lanes()
@@ -335,7 +335,7 @@ class Slots:
         return lanes, place
 
 
-def rows_of(placed: Sequence[tuple[int, Draft]], n: int, past: int) -> core.Rows:
+def rows_of(placed: Sequence[tuple[int, PartialAnswer]], n: int, past: int) -> core.Rows:
     """Rows to be filled with answers, padded to n with the row number `past`, which is dropped."""
     drafts = [draft for _, draft in placed]
     return core.Rows(

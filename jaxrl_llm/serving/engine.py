@@ -23,10 +23,10 @@ from jaxrl_llm import types
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.sampler.decode import Engine
-from jaxrl_llm.sampler.requests import Draft, Group, Request, check
+from jaxrl_llm.sampler.decode import LocalEngine
+from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request, check
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.sampler.slots import MIN_PREFIX, Place, Slots, Work, power
+from jaxrl_llm.sampler.slots import MIN_PREFIX, ActiveGroup, Place, Slots, power
 from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.serving import jetstream
 
@@ -45,7 +45,7 @@ class Job:
         """
         self.request, self.listen = request, listen
         self.lock, self.cancelled = threading.Lock(), False
-        self.work = Work(request, [JobDraft(self, g) for g in range(request.group)])
+        self.work = ActiveGroup(request, [JobDraft(self, g) for g in range(request.group)])
         self.tickets = [Ticket(self, draft) for draft in self.work.drafts if draft.open]
         self.future: Future[Group] = Future()
         self.future.set_running_or_notify_cancel()  # whoever waits cannot cancel it: only `cancel` frees the slots
@@ -74,7 +74,7 @@ class Job:
         self.future.set_result(self.work.answers())
 
 
-class JobDraft(Draft):
+class JobDraft(PartialAnswer):
     """An answer that another thread may cancel."""
 
     def __init__(self, job: Job, number: int):
@@ -94,7 +94,7 @@ class JobDraft(Draft):
 class Ticket(str):
     """One answer's way through the Driver, which sees an empty text, and where the Driver returns its results."""
 
-    def __new__(cls, job: Job, draft: Draft) -> Ticket:
+    def __new__(cls, job: Job, draft: PartialAnswer) -> Ticket:
         ticket = super().__new__(cls)
         ticket.job, ticket.draft = job, draft
         return ticket
@@ -208,7 +208,7 @@ def _slot_data(tokens: list[int], ended: bool) -> Any:
 class DecodeState:
     """What the Driver holds between two calls: rows on the device, and the answers that wait for one."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: LocalEngine):
         self.slots = Slots(engine)
         self.waiting: deque[Place] = deque()
 
@@ -234,7 +234,7 @@ class JetStreamEngine(js.engine_api.Engine):
         for name, value in sizes.items():
             types.expect(value >= 1, name, value, "at least 1")
         none = SamplerWeights(None)  # they come with each call
-        self.sampler = Engine(model, tokenizer, none, **sizes, kv_dtype=kv_dtype, mesh=mesh)
+        self.sampler = LocalEngine(model, tokenizer, none, **sizes, kv_dtype=kv_dtype, mesh=mesh)
         self.weights = Weights(weights)
         self.slots: list[Ticket | None] = [None] * sharding.rows(slots, mesh)
         self.counts = {"prefills": 0, "tokens": 0, "steps": 0}  # the Driver's generating thread writes them

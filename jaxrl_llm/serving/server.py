@@ -25,7 +25,7 @@ from prometheus_client.core import GaugeMetricFamily
 from jaxrl_llm import types
 from jaxrl_llm.sampler import requests, wire
 from jaxrl_llm.sampler import rollout_pb2 as pb
-from jaxrl_llm.sampler.requests import Draft, Group, Request
+from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request
 
 MAX_GROUP = 1024  # answers of one request
 REMEMBERED = 64 * 2**20  # bytes of replies that are kept for attempts that come again
@@ -117,7 +117,9 @@ class Service:
             group = await self._wait(data, self._running.get(data) or self._submit(data, request))
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if any(a.finish == types.CANCELLED and len(a.tokens) < Draft(request, g).limit for g, a in enumerate(group)):
+        if any(
+            a.finish == types.CANCELLED and len(a.tokens) < PartialAnswer(request, g).limit for g, a in enumerate(group)
+        ):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has cut the group")
         return self._remember(data, wire.to_reply(group))
 

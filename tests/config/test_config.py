@@ -19,7 +19,7 @@ from jaxrl_llm.config import Checkpoint, Config, Evaluation, Mesh, Prime, Rollou
 from jaxrl_llm.data import datasets, tasks, tokenizers
 from jaxrl_llm.models.transformer import ModelConfig, RopeScaling
 from jaxrl_llm.objective import advantages, filters, losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Shaping
 from jaxrl_llm.rewards import length
 from jaxrl_llm.types import Optimizer
 
@@ -30,7 +30,9 @@ BASE = Config(
     model=TINY,
     prime=Prime((Stage(40, {"clean": 1.0}), Stage(20, {"clean": 0.5, "recheck": 0.5}))),
     algorithm=replace(
-        ALGORITHMS["dapo"], length_reward=partial(length.soft_overlong, cache_len=16), updates_per_batch=2
+        ALGORITHMS["dapo"],
+        shaping=Shaping(length_reward=partial(length.soft_overlong, cache_len=16)),
+        updates_per_batch=2,
     ),
 )
 
@@ -62,7 +64,7 @@ def test_override_of_a_partials_keyword_keeps_its_other_keywords():
 
 
 def test_override_of_a_keyword_without_default_that_the_partial_has_bound():
-    reward = assign("algorithm.length_reward.cache_len=12").algorithm.length_reward
+    reward = assign("algorithm.shaping.length_reward.cache_len=12").algorithm.shaping.length_reward
     assert reward(n_tokens=20, max_len=20) == -1
     assert reward.keywords == {"cache_len": 12.0}
 

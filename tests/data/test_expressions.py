@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.data.expressions import MAX_DEPTH, MAX_LENGTH, evaluate, expression, run_steps, written
+from jaxrl_llm.data.expressions import MAX_DEPTH, MAX_LENGTH, expression, parse_value, run_steps, written
 
 
 def test_a_program_by_hand():
@@ -36,7 +36,7 @@ def test_a_program_by_hand():
     ],
 )
 def test_expressions_by_hand(text, value, numbers):
-    assert evaluate(text) == (Fraction(value), numbers)
+    assert parse_value(text) == (Fraction(value), numbers)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_expressions_by_hand(text, value, numbers):
     + ["(" * (MAX_DEPTH + 1) + "1" + ")" * (MAX_DEPTH + 1), "(" * 100_000 + "1" + ")" * 100_000],
 )
 def test_not_an_expression(text):
-    assert evaluate(text) is None
+    assert parse_value(text) is None
 
 
 def combined(parts):
@@ -85,4 +85,4 @@ trees = st.recursive(leaf, lambda t: st.tuples(t, st.sampled_from("+-*/"), t).ma
 @given(trees)
 def test_expressions_against_the_tree_they_were_written_from(tree):
     text, value, numbers = tree
-    assert evaluate(text) == (None if value is None else (value, numbers))
+    assert parse_value(text) == (None if value is None else (value, numbers))

@@ -7,12 +7,13 @@ import pytest
 from cases import CONFIG, PLAIN, rollouts_of, scored
 
 from jaxrl_llm.data.stream import Stream, success_rate
-from jaxrl_llm.run.schedules import Position, moved_on
+from jaxrl_llm.objective.algorithms import PromptChoice
+from jaxrl_llm.run.modes import Position, moved_on
 from jaxrl_llm.types import Prompt
 
 
 def problems(size):
-    return tuple(Prompt(1000 + i, "x" * (i * 7 % size + 1)) for i in range(size))  # ids are not places
+    return tuple(Prompt(1000 + i, "x" * (i * 7 % size + 1)) for i in range(size))  # ids are not indices
 
 
 def test_a_curriculum_goes_once_from_easy_to_hard_over_the_run():
@@ -21,7 +22,7 @@ def test_a_curriculum_goes_once_from_easy_to_hard_over_the_run():
     sizes = [len(p.text) for p in (*first[0], *second[0])]
     assert sizes == sorted(sizes)
     assert (sizes[0], sizes[-1]) == (1, 20)
-    assert [problems(20)[place].text for place in first[2]] == [p.text for p in first[0]]
+    assert [problems(20)[index].text for index in first[2]] == [p.text for p in first[0]]
     after = [len(p.text) for p in stream.take(40, 20)[0]]  # dynamic sampling may ask for more: shuffled again
     assert sorted(after) == list(range(1, 21))
     assert after != sorted(after)
@@ -34,12 +35,12 @@ def test_a_short_run_still_reaches_the_hardest():
 
 def test_prioritised_sampling_draws_in_proportion_to_failures():
     stream = Stream(problems(4), 0, prioritized=True)
-    solved = {0: (8, 8), 1: (8, 4), 2: (8, 6)}  # place 3 was never seen
+    solved = {0: (8, 8), 1: (8, 4), 2: (8, 6)}  # index 3 was never seen
     counts = np.bincount([stream.take(d, 1, solved)[2][0] for d in range(4000)], minlength=4)
     np.testing.assert_allclose(counts / 4000, np.array([0.001, 0.5, 0.25, 1]) / 1.75, atol=0.03)
-    places = stream.take(7, 3, solved)[2]
-    assert len(set(places)) == 3  # without replacement
-    np.testing.assert_array_equal(places, stream.take(7, 3, solved)[2])
+    indices = stream.take(7, 3, solved)[2]
+    assert len(set(indices)) == 3  # without replacement
+    np.testing.assert_array_equal(indices, stream.take(7, 3, solved)[2])
     assert stream.take(7, 3, solved)[1].tolist() == [7, 8, 9]
 
 
@@ -47,11 +48,11 @@ def test_solved_prompts_are_retired_and_their_draws_passed_over():
     plain, stream = Stream(problems(10), 3), Stream(problems(10), 3, retire_above=0.875)
     order = plain.take(0, 20)[2].tolist()
     solved = {order[1]: (8, 7), order[4]: (8, 8), order[2]: (16, 13)}  # 0.875, 1, 0.8125
-    prompts, draws, places = stream.take(0, 8, solved)
+    prompts, draws, indices = stream.take(0, 8, solved)
     left = [d for d in range(20) if order[d] not in (order[1], order[4])][:8]
     assert draws.tolist() == left
-    assert places.tolist() == [order[d] for d in left]
-    assert [p.text for p in prompts] == [problems(10)[p].text for p in places]
+    assert indices.tolist() == [order[d] for d in left]
+    assert [p.text for p in prompts] == [problems(10)[p].text for p in indices]
     again = stream.take(int(draws[-1]) + 1, 2, solved)[1]
     assert again[0] > draws[-1]
 
@@ -79,9 +80,9 @@ def test_an_error_when_too_few_prompts_are_left():
 
 def test_what_was_solved_is_remembered_only_when_the_order_depends_on_it():
     seen = scored(rollouts_of([3, 4, 5, 6]), [1, 0, 1, 1])
-    seen = replace(seen, everything=replace(seen.rollouts, places=np.array([5, 2])))
+    seen = replace(seen, all_rollouts=replace(seen.rollouts, indices=np.array([5, 2])))
     at = Position(2, 4, {5: (2, 2)})
-    moved = moved_on(replace(CONFIG, algorithm=replace(PLAIN, prioritized=True)), at, seen, 9)
+    moved = moved_on(replace(CONFIG, algorithm=replace(PLAIN, prompts=PromptChoice(prioritized=True))), at, seen, 9)
     assert moved == Position(3, 9, {5: (4, 3), 2: (2, 2)})
     assert at.solved == {5: (2, 2)}
     assert success_rate(moved.solved, 5) == 0.75

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.expressions import evaluate
+from jaxrl_llm.data.expressions import parse_value
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt
 
 BUILDERS = (tasks.chain, tasks.pointers, tasks.countdown, tasks.knights, tasks.words)
@@ -287,7 +287,7 @@ def test_pointers_by_hand():
 
 def equations(trace):
     """Whether each equation of a trace holds."""
-    return [evaluate(left)[0] == int(right) for left, right in re.findall(r"(\d+[-+*/]\d+)=(\d+)", trace)]
+    return [parse_value(left)[0] == int(right) for left, right in re.findall(r"(\d+[-+*/]\d+)=(\d+)", trace)]
 
 
 def test_countdown_by_hand():
@@ -301,8 +301,8 @@ def test_countdown_by_hand():
     for prompt in task.train[:300]:
         *numbers, target = map(int, re.findall(r"\d+", prompt.text))
         assert 10 <= target <= 50
-        assert evaluate(prompt.answer)[0] == target
-        assert sorted(evaluate(prompt.answer)[1]) == sorted(numbers)
+        assert parse_value(prompt.answer)[0] == target
+        assert sorted(parse_value(prompt.answer)[1]) == sorted(numbers)
         for behaviour in ("clean", "backtrack", "subgoal"):
             trace = task.trace(prompt, behaviour, 0)
             assert all(equations(trace))
@@ -371,22 +371,22 @@ def test_words_by_hand():
 @pytest.mark.parametrize(
     ("build", "arguments", "message"),
     [
-        (tasks.chain, {"modulus": 1}, r"modulus=1: expected a whole number from 2 to 10"),
-        (tasks.chain, {"modulus": 11}, r"modulus=11"),
-        (tasks.chain, {"terms": (7, 3)}, r"terms=\(7, 3\): expected \(least, most\), 2 <= least"),
-        (tasks.chain, {"terms": (1, 3)}, r"terms=\(1, 3\)"),
-        (tasks.chain, {"terms": (3,)}, r"terms=\(3,\)"),
-        (tasks.chain, {"seed": -1}, r"seed=-1"),
-        (tasks.chain, {"n_train": 0}, r"n_train=0"),
-        (tasks.chain, {"n_test": 2**30 + 1}, r"n_test=1073741825"),
-        (tasks.pointers, {"n": 4}, r"n=4"),
-        (tasks.pointers, {"n": 6, "hops": (2, 6)}, r"hops=\(2, 6\).*most <= 5"),
-        (tasks.countdown, {"numbers": (3, 9)}, r"numbers=\(3, 9\)"),
-        (tasks.countdown, {"limit": True}, r"limit=True"),
-        (tasks.countdown, {"target": (0, 5)}, r"target=\(0, 5\)"),
+        (tasks.chain, {"modulus": 1}, r"modulus is 1; expected a whole number from 2 to 10"),
+        (tasks.chain, {"modulus": 11}, r"modulus is 11"),
+        (tasks.chain, {"terms": (7, 3)}, r"terms is \(7, 3\); expected \(least, most\), 2 <= least"),
+        (tasks.chain, {"terms": (1, 3)}, r"terms is \(1, 3\)"),
+        (tasks.chain, {"terms": (3,)}, r"terms is \(3,\)"),
+        (tasks.chain, {"seed": -1}, r"seed is -1"),
+        (tasks.chain, {"n_train": 0}, r"n_train is 0"),
+        (tasks.chain, {"n_test": 2**30 + 1}, r"n_test is 1073741825"),
+        (tasks.pointers, {"n": 4}, r"n is 4"),
+        (tasks.pointers, {"n": 6, "hops": (2, 6)}, r"hops is \(2, 6\).*most <= 5"),
+        (tasks.countdown, {"numbers": (3, 9)}, r"numbers is \(3, 9\)"),
+        (tasks.countdown, {"limit": True}, r"limit is True"),
+        (tasks.countdown, {"target": (0, 5)}, r"target is \(0, 5\)"),
         (tasks.countdown, {"numbers": (2, 2), "limit": 3, "target": (50, 60)}, r"train: no problem.*larger"),
-        (tasks.knights, {"people": (2, 4)}, r"people=\(2, 4\)"),
-        (tasks.words, {"limit": 3}, r"limit=3"),
+        (tasks.knights, {"people": (2, 4)}, r"people is \(2, 4\)"),
+        (tasks.words, {"limit": 3}, r"limit is 3"),
     ],
 )
 def test_bad_arguments_are_named(build, arguments, message):

@@ -22,7 +22,7 @@ def test_exact_strings():
     )
     assert templates.qwen_math(QUESTION).text == want
     assert templates.none(QUESTION) is QUESTION
-    mine = templates.own(QUESTION, text="Q {question} A")
+    mine = templates.custom(QUESTION, text="Q {question} A")
     assert (mine.text, mine.id, mine.answer, mine.meta) == ("Q 1+{x}? A", 7, "3", {"key": "k"})
 
 
@@ -43,9 +43,9 @@ def test_a_length_target_is_the_prompt_s_own():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(templates.own, text="no place"), "text='no place': expected '{question}'"),
+        (partial(templates.custom, text="no place"), "text is 'no place'; expected '{question}'"),
         (partial(templates.with_length, text="{question}"), "expected '{n}' in it"),
-        (partial(templates.with_length, low=5, high=4), "low=5: expected 1 <= low <= high=4"),
+        (partial(templates.with_length, low=5, high=4), "low is 5; expected 1 <= low <= high=4"),
     ],
 )
 def test_errors(make, message):
@@ -55,7 +55,7 @@ def test_errors(make, message):
 
 def test_a_template_is_applied_to_both_sides_and_lazily():
     task = tasks.chain(modulus=5, terms=(2, 3), n_train=50, n_test=20)
-    made = templates.applied(task, partial(templates.own, text="<{question}>"))
+    made = templates.applied(task, partial(templates.custom, text="<{question}>"))
     assert (len(made.train), len(made.test)) == (50, 20)
     assert made.train[3].text == f"<{task.train[3].text}>"
     assert [p.text for p in made.test[:2]] == [f"<{p.text}>" for p in task.test[:2]]

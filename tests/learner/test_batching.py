@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.learner.batching import bucket, cut, make_batch, with_advantages, with_weights
+from jaxrl_llm.learner.batching import bucket, make_batch, split_batch, with_advantages, with_weights
 from jaxrl_llm.objective.token_weights import token_weights
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, Rollouts
 
@@ -177,7 +177,7 @@ def test_weights_know_the_group_and_the_whole_batch(batch, norm):
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_parts_are_whole_prompts_and_make_up_the_batch(on_device, parts):
     whole = with_weights(with_advantages(on_device, np.arange(P * G, dtype=np.float32).reshape(P, G)), "token", None)
-    pieces = cut(whole, parts)
+    pieces = split_batch(whole, parts)
     names = ("inputs", "targets", "mask", "adv", "sampler_logp", "weights")
     seen = []
     for k in range(parts):
@@ -197,11 +197,11 @@ def test_parts_are_whole_prompts_and_make_up_the_batch(on_device, parts):
 
 def test_every_device_has_a_share_of_every_part(on_device):
     # Prompts lie on devices in order, so a part takes every parts-th prompt.
-    first = np.asarray(cut(on_device, 2).inputs)[:, ::G, 0]
+    first = np.asarray(split_batch(on_device, 2).inputs)[:, ::G, 0]
     assert (first // 10 - 100).tolist() == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize("parts", [3, 5, 8])
 def test_parts_must_divide_the_prompts(on_device, parts):
     with pytest.raises(ValueError, match=f"parts={parts}: does not divide the {P} prompts"):
-        cut(on_device, parts)
+        split_batch(on_device, parts)

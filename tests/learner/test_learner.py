@@ -12,7 +12,7 @@ from cases import CONFIG, PLAIN, REWARDS, rollouts_of, scored
 from jaxrl_llm.data import templates
 from jaxrl_llm.learner import batching, learner, train_step
 from jaxrl_llm.objective import advantages, corrections, filters, losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic, PromptChoice, Shaping, Updates
 from jaxrl_llm.rewards import format as formats
 from jaxrl_llm.rewards import length
 from jaxrl_llm.types import Optimizer, Reward
@@ -104,7 +104,7 @@ def test_dapo_without_its_four_tricks_is_grpo_without_kl():
     """Clip-higher, token weights, dynamic sampling and the overlong punishment off: one loss, one gradient."""
     plain = replace(
         ALGORITHMS["dapo"], loss=partial(losses.ppo_clip, clip_low=0.2, clip_high=0.2), norm="sequence",
-        group_filter=None, length_reward=None, signed_reward=False, updates_per_batch=1,
+        group_filter=None, shaping=Shaping(), updates_per_batch=1,
     )  # fmt: skip
     grpo = replace(ALGORITHMS["grpo"], kl_coef=0.0)
     states = []
@@ -160,7 +160,7 @@ def test_reinforce_pp_baseline_gets_the_mask_by_group():
 def test_the_memory_of_dcpo_is_of_places_and_moves_on():
     made, state = build(replace(ALGORITHMS["dcpo"], updates_per_batch=1), task=partial(CONFIG.task, n_train=8))
     assert state.memory["count"].shape == (8,)
-    answers = replace(rollouts_of(SHAPE), places=np.array([5, 2]))
+    answers = replace(rollouts_of(SHAPE), indices=np.array([5, 2]))
     batch, state = learner.learn_batch(made, state, scored(answers, REWARDS))
     assert np.asarray(state.memory["count"]).tolist() == [0, 0, 2, 0, 0, 2, 0, 0]
     first = np.asarray(batch.adv)[:, 0]
@@ -184,19 +184,19 @@ def test_truncated_answers_count_whole_in_their_group():
     """OPO's baseline weighs by length, and RLOO's reward has the KL of every token, also of what is not trained."""
     rewards = np.array([1, 0, 0, 1], np.float32)
     answers = rollouts_of([5, 10, 4, 6])
-    made, state = build(replace(ALGORITHMS["opo"], overlong_filter=True))
+    made, state = build(replace(ALGORITHMS["opo"], prompts=PromptChoice(overlong_filter=True)))
     batch, _ = learner.learn_batch(made, state, scored(answers, rewards))
     assert np.asarray(batch.mask).sum(axis=1).tolist() == [5, 0, 4, 6]
     np.testing.assert_allclose(np.asarray(batch.adv)[0, 0], 1 - 5 / 15, rtol=1e-6)
     advs = []
     for keep in (False, True):
-        made, state = build(replace(ALGORITHMS["rloo"], overlong_filter=keep))
+        made, state = build(replace(ALGORITHMS["rloo"], prompts=PromptChoice(overlong_filter=keep)))
         advs.append(np.asarray(learner.learn_batch(made, state, scored(answers, rewards))[0].adv)[[0, 2, 3], 0])
     np.testing.assert_allclose(advs[0], advs[1], rtol=1e-5)
 
 
 def test_a_batch_without_a_trained_token_moves_nothing():
-    made, state = build(replace(PLAIN, group_filter=filters.varied, resample=False))
+    made, state = build(replace(PLAIN, group_filter=filters.varied, prompts=PromptChoice(resample=False)))
     batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     state, row = learner.update(made, state, batch)
     assert row["skipped"] == 0
@@ -230,7 +230,7 @@ def chosen(algorithm):
 
 def test_covariance_is_taken_over_the_optimiser_batch():
     select = partial(losses.select_cov, frac=0.1)
-    a = Algorithm(advantages.grpo, losses.kl_cov, "token", select=select, updates_per_batch=2)
+    a = Algorithm(advantages.grpo, losses.kl_cov, "token", updates=Updates(select=select), updates_per_batch=2)
     batch, after = chosen(a)
     assert np.asarray(after.selected).sum() == 3  # a tenth of 34 tokens
     want = losses.select_cov(batch.old_logp, batch.adv, batch.mask, frac=0.1)
@@ -238,7 +238,7 @@ def test_covariance_is_taken_over_the_optimiser_batch():
 
 
 def test_a_token_filter_edits_mask_and_weights():
-    batch, after = chosen(replace(PLAIN, token_filter=losses.top_entropy))
+    batch, after = chosen(replace(PLAIN, updates=Updates(token_filter=losses.top_entropy)))
     assert np.asarray(after.mask).sum() == 7  # a fifth of 34
     assert not np.any(np.asarray(after.adv)[~np.asarray(after.mask)])
     weights = np.asarray(batching.with_weights(after, "token", None).weights)
@@ -246,7 +246,7 @@ def test_a_token_filter_edits_mask_and_weights():
 
 
 def test_lopti_steps_on_unlikely_tokens_and_then_on_the_others():
-    made, state = build(replace(PLAIN, phases=partial(filters.lopti_phases, eta=0.011), phase_weights="batch"))
+    made, state = build(replace(PLAIN, updates=Updates(phases=partial(filters.lopti_phases, eta=0.011))))
     taken = []
 
     def spy(state, batch):
@@ -277,7 +277,7 @@ def rewards_of(algorithm, answers, values, step=0):
 
 
 def test_kimi_s_length_reward_waits_for_its_warm_up():
-    a = replace(PLAIN, length_reward=length.kimi_length, length_coef=0.5, length_warmup=3)
+    a = replace(PLAIN, shaping=Shaping(length_reward=length.kimi_length, length_coef=0.5, length_warmup=3))
     answers = rollouts_of([2, 4, 3, 3])
     assert rewards_of(a, answers, (0, 1, 1, 0), step=2) == [0, 1, 1, 0]
     assert rewards_of(a, answers, (0, 1, 1, 0), step=3) == [0, 0.75, 1, 0]  # wrong is never rewarded for being short
@@ -285,7 +285,7 @@ def test_kimi_s_length_reward_waits_for_its_warm_up():
 
 def test_l1_asks_for_a_length_and_judges_by_it():
     named = partial(templates.with_length, low=3, high=3, text="{question}{n}~")
-    a = replace(PLAIN, prompt=named, reward=partial(length.l1_exact, alpha=0.1))
+    a = replace(PLAIN, prompts=PromptChoice(named), shaping=Shaping(reward=partial(length.l1_exact, alpha=0.1)))
     made, _ = build(a)
     assert made.task.train[0].text.endswith(":3~")
     assert made.task.test[0].meta["n_gold"] == 3
@@ -302,11 +302,11 @@ def test_nan_in_a_shaped_reward_names_the_prompt():
 def test_a_template_that_does_not_fit_is_known_at_once():
     named = partial(templates.with_length, low=3, high=3)
     with pytest.raises(ValueError, match=r"prompt 0 has \d+ tokens; expected 1 to rollout.max_prompt_tokens = 16"):
-        learner.build(replace(CONFIG, algorithm=replace(PLAIN, prompt=named)))
+        learner.build(replace(CONFIG, algorithm=replace(PLAIN, prompts=PromptChoice(named))))
 
 
 def test_a_format_reward_is_added():
-    a = replace(PLAIN, format_reward=formats.think_answer)
+    a = replace(PLAIN, shaping=Shaping(format_reward=formats.think_answer))
     answers = replace(rollouts_of(SHAPE), texts=("a</think><answer>1</answer>", "a", "b</think>", "<answer>1</answer>"))
     assert rewards_of(a, answers, (0, 1, 0, 1)) == [1, 1, 0, 1]
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm import config
 from jaxrl_llm.objective import advantages, corrections, filters, losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS, ARRAYS, Algorithm, Critic, call
+from jaxrl_llm.objective.algorithms import ALGORITHMS, ARRAYS, Algorithm, Critic, Shaping, Updates, call
 from jaxrl_llm.rewards import length
 
 GRPO = {"advantage": advantages.grpo, "loss": losses.ppo_clip, "norm": "token"}
@@ -107,7 +107,7 @@ def test_no_two_rows_are_equal_and_each_is_cited():
 
 def test_every_row_is_a_config_and_survives_json():
     base = config.load("experiments/laptop_dapo.py")
-    short = {"length_reward": partial(length.soft_overlong, cache_len=16)}
+    short = {"shaping": Shaping(signed_reward=True, length_reward=partial(length.soft_overlong, cache_len=16))}
     for name, a in ALGORITHMS.items():
         a = replace(a, **short) if name == "dapo" else a
         rollout = replace(base.rollout, prompts=48)
@@ -130,14 +130,20 @@ def test_every_row_is_a_config_and_survives_json():
             "algorithm.norm is 'token'; expected 'sequence' or 'otm', as",
         ),
         (
-            {**WHOLE, "phases": filters.lopti_phases},
-            "algorithm.phases is set; expected None, as algorithm",
+            {**WHOLE, "updates": Updates(phases=filters.lopti_phases)},
+            "algorithm.updates.phases is set; expected None, as algorithm",
         ),
         ({"kl": "k1", "kl_coef": -1.0}, "algorithm.kl_coef is -1.0; expected at least 0"),
         ({"norm_length": 0}, "algorithm.norm_length is 0; expected None or at least 1 token"),
-        ({"nll_coef": 0.1, "token_filter": losses.top_entropy}, "algorithm.nll_coef is set; expected 0"),
+        (
+            {"nll_coef": 0.1, "updates": Updates(token_filter=losses.top_entropy)},
+            "algorithm.nll_coef is set; expected 0",
+        ),
         ({"token_advantage": advantages.reinforce_pp}, "algorithm.advantage is not advantages.raw"),
-        ({"advantage": advantages.maxrl, "signed_reward": True}, "algorithm.signed_reward is True; expected False"),
+        (
+            {"advantage": advantages.maxrl, "shaping": Shaping(signed_reward=True)},
+            "algorithm.shaping.signed_reward is True; expected False",
+        ),
         ({**VALUED, "critic": Critic(gamma=0.9)}, "algorithm.critic.gamma is 0.9; expected that of .* 1.0"),
         (
             {"advantage": advantages.raw, "token_advantage": advantages.gae},
@@ -145,7 +151,7 @@ def test_every_row_is_a_config_and_survives_json():
         ),
         ({"critic": Critic()}, "algorithm.critic is set; expected it exactly when token_advantage names 'values'"),
         ({"advantage": advantages.dcpo_sas}, "algorithm.memory is None; expected it exactly when advantage names"),
-        ({"loss": losses.clip_cov}, "algorithm.select is None; expected it exactly when loss names 'selected'"),
+        ({"loss": losses.clip_cov}, "algorithm.updates.select is None; expected it exactly when loss names 'selected'"),
     ],
 )
 def test_choices_that_do_not_go_together(fields, message):
@@ -163,12 +169,12 @@ def test_old_log_probs_are_taken_only_when_they_can_differ():
     assert not Algorithm(**GRPO, bypass=True, updates_per_batch=4).needs_old
     for fields in (
         {"updates_per_batch": 2},
-        {"epochs": 2},
-        {"phases": filters.lopti_phases},
+        {"updates": Updates(epochs=2)},
+        {"updates": Updates(phases=filters.lopti_phases)},
         {"token_advantage": advantages.reweight},
         {"kl": "k1", "kl_coef": 0.1, "kl_in": "reward"},
-        {"loss": losses.clip_cov, "select": losses.select_clip_cov},
-        {"token_filter": by_old_logp},
+        {"loss": losses.clip_cov, "updates": Updates(select=losses.select_clip_cov)},
+        {"updates": Updates(token_filter=by_old_logp)},
     ):
         assert Algorithm(**{**GRPO, **fields}).needs_old, fields
 
@@ -185,10 +191,10 @@ def test_rows_say_what_the_papers_say():
     assert (a["vapo"].critic.pretrain, a["vapo"].critic.lam, a["vapo"].nll_coef) == (50, 1, 0.1)
     assert {n for n, x in a.items() if x.norm == "sequence"} >= {"grpo", "gspo", "gmpo", "sapo", "rspo", "opmd"}
     assert {n for n, x in a.items() if x.norm == "constant" and x.norm_length == 1} >= {"reinforce", "rloo", "topr"}
-    assert (a["scalerl"].norm, a["scalerl"].bypass, a["scalerl"].retire_above) == ("prompt", True, 0.9)
-    assert (a["olmo3"].correction.keywords, a["olmo3"].retire_above) == ({"cap": 2.0}, 0.875)
+    assert (a["scalerl"].norm, a["scalerl"].bypass, a["scalerl"].prompts.retire_above) == ("prompt", True, 0.9)
+    assert (a["olmo3"].correction.keywords, a["olmo3"].prompts.retire_above) == ({"cap": 2.0}, 0.875)
     assert (a["dcpo"].norm, a["opmd"].optimizer_reset, a["lopti"].steps_per_batch) == ("otm", True, 8)
-    signed = {n for n, x in a.items() if x.signed_reward}
+    signed = {n for n, x in a.items() if x.shaping.signed_reward}
     assert signed == {"dapo", "topr", "reinforce_rej", "raft_pp"}
     without_kl = {"gspo", "cispo", "dapo", "dr_grpo", "lite_ppo", "orz", "olmo3", "scalerl", "vapo", "gpg", "opmd"}
     assert not any(a[n].needs_reference for n in without_kl)

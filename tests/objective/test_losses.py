@@ -426,9 +426,9 @@ def test_kl_properties(u):
 def test_wrong_hyperparameters():
     data = batch()
     for hyper in [{"clip_low": -0.1}, {"clip_low": 1.2}, {"clip_high": -0.1}, {"dual_clip": 1.0}]:
-        with pytest.raises(ValueError, match=f"{next(iter(hyper))}={next(iter(hyper.values()))}: expected"):
+        with pytest.raises(ValueError, match=f"{next(iter(hyper))} is {next(iter(hyper.values()))}; expected"):
             ppo_clip(*data, **hyper)
-    with pytest.raises(ValueError, match="kind='k4': expected one of k1, k2, k3"):
+    with pytest.raises(ValueError, match="kind is 'k4'; expected one of k1, k2, k3"):
         kl(data[0], data[1], data[3], "k4")
 
 

@@ -349,5 +349,5 @@ def test_the_advantage_is_the_mean_over_trained_tokens(loss):
 def test_wrong_hyperparameters(loss, name, value):
     data = batch()
     extra = {"log_router_ratio": log_router_ratios(data[3])} if loss is rspo else {}
-    with pytest.raises(ValueError, match=f"{name}={value}: expected"):
+    with pytest.raises(ValueError, match=f"{name} is {value}; expected"):
         loss(*data, **extra, **{name: value})

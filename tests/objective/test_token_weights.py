@@ -216,7 +216,7 @@ def test_counts_beyond_int32():
 
 def test_wrong_arguments():
     mask = ragged(0)
-    with pytest.raises(ValueError, match="norm='mean': expected one of token, sequence, prompt, constant, otm"):
+    with pytest.raises(ValueError, match="norm is 'mean'; expected one of token, sequence, prompt, constant, otm"):
         token_weights(mask, "mean")
     for norm in ("prompt", "otm"):
         for size in (None, 0, -3):

@@ -17,7 +17,7 @@ from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler import groups, weights
-from jaxrl_llm.sampler.decode import Engine, push_weights
+from jaxrl_llm.sampler.decode import LocalEngine, push_weights
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import EOS, LENGTH, Prompt, Rollouts
 
@@ -188,7 +188,7 @@ def answers_on(mesh_shape):
     with jax.set_mesh(mesh):
         params = init_state(MODEL, optax.sgd(0.1), 0, mesh).params
         tokenizer, first = tokenizers.characters("abcdefghijklmn"), weights.push(MODEL, params, mesh)
-        engine = push_weights(Engine(MODEL, tokenizer, first, Sampling(), 12, slots=8, mesh=mesh), params)
+        engine = push_weights(LocalEngine(MODEL, tokenizer, first, Sampling(), 12, slots=8, mesh=mesh), params)
         answers = groups.sample_groups(engine, prompts, GROUP, seed=1, draws=np.arange(6), max_prompt_tokens=8)
     return answers, engine.weights
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.reports import curves as report
-from jaxrl_llm.reports.curves import curves
+from jaxrl_llm.reports.curves import draw
 
 METRICS = {
     "accuracy": 0.4,
@@ -52,9 +52,9 @@ OF_PANEL = {
 }
 
 
-def draw(folder, rows, title=""):
+def drawn(folder, rows, title=""):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = curves(folder, title)
+    path = draw(folder, title)
     assert path == folder / "curves.png"
     picture = np.round(matplotlib.image.imread(path)[..., :3] * 255).astype(int)
     assert picture.shape == (700, 1200, 3)
@@ -78,7 +78,7 @@ def run(n):
 
 @pytest.mark.parametrize("n", [1, 2, 40, 10_000])
 def test_every_metric_shows_in_its_panel(tmp_path, n):
-    picture = draw(tmp_path, run(n))
+    picture = drawn(tmp_path, run(n))
     for name, (panel, color) in OF_PANEL.items():
         assert ink(picture, panel, color) > (4 if n == 1 else 60), name
 
@@ -91,30 +91,30 @@ def test_a_metric_that_was_not_recorded_is_left_out(tmp_path, name, how):
         row.pop(name)
         if how == "null":
             row[name] = None
-    picture = draw(tmp_path, rows)
+    picture = drawn(tmp_path, rows)
     for other, (panel, color) in OF_PANEL.items():
         assert (ink(picture, panel, color) > 0) == (other != name), other
 
 
 def test_an_empty_log_and_one_cut_off_in_a_line_are_drawn(tmp_path):
-    empty = draw(tmp_path, [])
+    empty = drawn(tmp_path, [])
     assert all(ink(empty, panel, color) == 0 for panel, color in OF_PANEL.values())
     assert (empty[PANELS["gap"]] < 200).any()  # "not recorded"
     with open(tmp_path / "metrics.jsonl", "w") as f:
         f.write('{"step": 1, "entropy": 0.5}\n{"step": 2, "entr')
-    picture = matplotlib.image.imread(curves(tmp_path))[..., :3] * 255
+    picture = matplotlib.image.imread(draw(tmp_path))[..., :3] * 255
     assert ink(picture, "entropy", report.BLUE) > 4
 
 
 def test_no_log_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
-        curves(tmp_path)
+        draw(tmp_path)
 
 
 @pytest.mark.parametrize("zeros", ["some", "all"])
 def test_a_gap_of_zero_is_drawn_on_the_log_axis(tmp_path, zeros):
     rows = [{"step": s, "gap/mean": 0.0 if zeros == "all" or s > 15 else 1e-7, "gap/max": 0.0} for s in range(1, 31)]
-    picture = draw(tmp_path, rows)
+    picture = drawn(tmp_path, rows)
     assert ink(picture, "gap", report.ORANGE) > 200  # the maximum, all along the axis' 0
     if zeros == "some":
         rows_with_blue = np.flatnonzero((np.abs(picture[PANELS["gap"]] - [0x2F, 0x6B, 0xD8]).max(-1) <= 6).any(1))
@@ -124,7 +124,7 @@ def test_a_gap_of_zero_is_drawn_on_the_log_axis(tmp_path, zeros):
 def test_evaluations_on_lines_of_their_own_are_drawn_at_their_step(tmp_path):
     rows = [{"step": 0, "eval/accuracy": 0.1}]
     rows += [{"step": s, "accuracy": 0.2} for s in range(1, 101)] + [{"step": 100, "eval/accuracy": 0.9}]
-    picture = draw(tmp_path, rows)
+    picture = drawn(tmp_path, rows)
     orange = np.abs(picture[PANELS["accuracy"]] - [0xE8, 0x82, 0x0C]).max(-1) <= 6
     where = np.argwhere(orange)
     left, right = where[where[:, 1].argmin()], where[where[:, 1].argmax()]
@@ -152,16 +152,16 @@ def test_the_title_is_the_folder_s_name_unless_given(tmp_path):
     folders = [tmp_path / name for name in ("countdown", "other")]
     for folder in folders:
         folder.mkdir()
-    named, other = (draw(folder, run(3))[header] for folder in folders)
-    given = draw(folders[1], run(3), "countdown")[header]
+    named, other = (drawn(folder, run(3))[header] for folder in folders)
+    given = drawn(folders[1], run(3), "countdown")[header]
     np.testing.assert_array_equal(named, given)
     assert (named != other).any()
 
 
 def test_drawing_the_same_log_gives_the_same_bytes(tmp_path):
-    draw(tmp_path, rows := run(20))
+    drawn(tmp_path, rows := run(20))
     first = (tmp_path / "curves.png").read_bytes()
-    draw(tmp_path, rows)
+    drawn(tmp_path, rows)
     assert (tmp_path / "curves.png").read_bytes() == first
     assert sorted(p.name for p in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
@@ -169,7 +169,7 @@ def test_drawing_the_same_log_gives_the_same_bytes(tmp_path):
 def test_pyplot_and_its_global_state_are_not_loaded(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "entropy": 0.5}\n')
     code = (
-        "import sys, pathlib; from jaxrl_llm.reports.curves import curves; curves(pathlib.Path(sys.argv[1]));"
+        "import sys, pathlib; from jaxrl_llm.reports.curves import draw; draw(pathlib.Path(sys.argv[1]));"
         "sys.exit('matplotlib.pyplot' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)

@@ -159,7 +159,7 @@ def test_a_tensor_parallel_sampler_when_the_sizes_divide():
     assert len(variants) == 12
     assert [v.mesh.devices.shape for v in variants[::4]] == [(1, 2, 1), (1, 1, 1), (1, 1, 2)]
     assert [v.config.rollout.dtype for v in variants[:4]] == ["float32", "bfloat16", "int8", "int8"]
-    found = gap.measure(learner, parameters(config.model), variants[8], worst=1)
+    found = gap.measure_gap(learner, parameters(config.model), variants[8], worst=1)
     assert (found.sampler, found.mesh, found.whole.answers) == ("float32", "1×1×2", 6)
     assert 0 < found.whole.max < 1e-6
 
@@ -269,9 +269,9 @@ def test_tables_fit_100_columns_and_show_text_as_it_is(capsys):
 
 
 def test_bad_arguments_are_one_line(run, monkeypatch, capsys, tmp_path):
-    assert refused(monkeypatch, capsys, run, "--problems", 0) == "problems=0: expected at least 1"
-    assert refused(monkeypatch, capsys, run, "--samples", 0) == "samples=0: expected at least 1"
-    assert refused(monkeypatch, capsys, run, "--worst", -1) == "worst=-1: expected at least 0"
+    assert refused(monkeypatch, capsys, run, "--problems", 0) == "problems is 0; expected at least 1"
+    assert refused(monkeypatch, capsys, run, "--samples", 0) == "samples is 0; expected at least 1"
+    assert refused(monkeypatch, capsys, run, "--worst", -1) == "worst is -1; expected at least 0"
     missing = "config.json is missing; expected the folder of a run"
     assert refused(monkeypatch, capsys, tmp_path) == f"run {tmp_path}: {missing}"
     assert list(tmp_path.iterdir()) == []
@@ -280,5 +280,5 @@ def test_bad_arguments_are_one_line(run, monkeypatch, capsys, tmp_path):
 def test_log_probs_that_are_not_finite_are_an_error(loaded):
     learner, params = loaded
     broken = jax.tree.map(lambda x: x * np.nan, params)
-    with pytest.raises(ValueError, match="log-probs=nan: expected finite numbers"):
-        gap.measure(learner, broken, gap.samplers(learner)[0], worst=0)
+    with pytest.raises(ValueError, match="log-probs is nan; expected finite numbers"):
+        gap.measure_gap(learner, broken, gap.samplers(learner)[0], worst=0)

@@ -67,5 +67,5 @@ def test_lengths_are_tokens():
 
 @pytest.mark.parametrize("cache_len", [0, -1, 21])
 def test_wrong_arguments(cache_len):
-    with pytest.raises(ValueError, match=f"cache_len={cache_len}: expected 0 < cache_len <= max_len=20"):
+    with pytest.raises(ValueError, match=f"cache_len is {cache_len}; expected 0 < cache_len <= max_len=20"):
         soft_overlong(np.array([1]), max_len=20, cache_len=cache_len)

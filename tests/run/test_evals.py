@@ -63,7 +63,7 @@ def test_evaluate(monkeypatch, asked, available):
         lengths = ids + 1
         return Rollouts(prompts, blank, lengths, blank, blank, lengths, finish, texts, draws)
 
-    monkeypatch.setattr(evals.rollouts, "sample_groups", sample_groups)
+    monkeypatch.setattr(evals.groups, "sample_groups", sample_groups)
     verify = lambda prompt, text, finish: Reward(-1.0, text == "right")
     task = Task((), tuple(Prompt(i, "") for i in range(available)), verify)
     metrics, answers, rewards = evaluate(object(), task, problems=asked, samples=4, seed=5, max_prompt_tokens=8)

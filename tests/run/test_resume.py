@@ -20,7 +20,7 @@ from functools import partial
 from jaxrl_llm.objective import filters
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.sampler import groups
-from jaxrl_llm.objective.algorithms import Algorithm, Critic
+from jaxrl_llm.objective.algorithms import Algorithm, Critic, PromptChoice
 from jaxrl_llm.config import Checkpoint, Config, Evaluation, Prime, Rollout, Stage
 from jaxrl_llm.data import tasks
 from jaxrl_llm.models.transformer import ModelConfig
@@ -37,7 +37,8 @@ CONFIG = Config(
     prime=Prime((Stage(60, {"clean": 0.5, "no_reasoning": 0.5}),), 16, Optimizer(lr=1e-2, warmup=5)),
     algorithm=Algorithm(
         advantages.dcpo_sas, losses.ppo_clip, "token", kl="k3", kl_coef=0.01, group_filter=filters.mixed,
-        updates_per_batch=2, memory=advantages.dcpo_sas_init, prioritized=True, token_advantage=with_values,
+        updates_per_batch=2, memory=advantages.dcpo_sas_init, token_advantage=with_values,
+        prompts=PromptChoice(prioritized=True),
         critic=Critic(pretrain=1, optimizer=Optimizer(lr=1e-3)),
     ),
     optimizer=Optimizer(lr=1e-3, schedule="cosine"),

@@ -12,9 +12,9 @@ from jaxrl_llm.learner import batching
 from jaxrl_llm.learner import learner as learner_module
 from jaxrl_llm.learner.train_step import init_state, make_logprobs, response_logprobs
 from jaxrl_llm.objective import advantages, filters, losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, PromptChoice, Shaping
 from jaxrl_llm.rewards.length import soft_overlong
-from jaxrl_llm.run import schedules, trainer
+from jaxrl_llm.run import modes, trainer
 from jaxrl_llm.types import Reward
 
 
@@ -124,7 +124,7 @@ def test_kl_in_the_reward_lowers_the_reward_by_the_summed_k1():
 
 
 def test_rewards_are_signed_and_punished_for_tokens_not_characters():
-    algorithm = replace(PLAIN, signed_reward=True, length_reward=partial(soft_overlong, cache_len=4))
+    algorithm = replace(PLAIN, shaping=Shaping(signed_reward=True, length_reward=partial(soft_overlong, cache_len=4)))
     config = replace(CONFIG, algorithm=algorithm)
     rewards = [Reward(v, v > 0) for v in (1, 0, 1, 0)]  # ints, which an integer array would have cut
     got = learner_module.shaped_rewards(config, rollouts_of([6, 7, 9, 10]), rewards, 0)
@@ -133,7 +133,9 @@ def test_rewards_are_signed_and_punished_for_tokens_not_characters():
 
 
 def test_truncated_answers_leave_the_loss_but_count_in_their_group():
-    learner, state = build(algorithm=replace(PLAIN, advantage=advantages.dr_grpo, overlong_filter=True))
+    learner, state = build(
+        algorithm=replace(PLAIN, advantage=advantages.dr_grpo, prompts=PromptChoice(overlong_filter=True))
+    )
     batch = learn(learner, state, rollouts_of([3, 10, 5, 6]), np.array([1, 0, 0, 0], np.float32))
     assert np.asarray(batch.mask).sum(axis=1).tolist() == [3, 0, 5, 6]
     assert np.asarray(batch.adv)[0, 0] == 0.5
@@ -157,7 +159,7 @@ def test_rollout_metrics_by_hand():
     seen = replace(scored(answers, [0] * 4), rewards=rewards, all_rewards=rewards, all_kept=np.array([True, False]))
     versions = np.array([[7] * 10, [7] * 10, [5] * 4 + [6] * 6, [8] * 10], np.int32)
     seen = replace(seen, rollouts=replace(answers, versions=versions), stale=3)
-    row = trainer.measure_rollouts(seen, 8)
+    row = trainer.rollout_metrics(seen, 8)
     want = {
         "reward/mean": 0.375, "accuracy": 0.25, "groups/all_correct": 0.0, "groups/all_wrong": 0.5,
         "length/mean": 5.5, "length/max": 10.0, "length/correct": 2.0, "length/wrong": 20 / 3, "truncated": 0.25,
@@ -167,7 +169,7 @@ def test_rollout_metrics_by_hand():
     assert row.keys() == want.keys()
     for name, value in want.items():
         np.testing.assert_allclose(row[name], value, rtol=1e-6, err_msg=name)
-    nothing = trainer.measure_rollouts(scored(answers, [0] * 4), 0)
+    nothing = trainer.rollout_metrics(scored(answers, [0] * 4), 0)
     assert np.isnan(nothing["length/correct"])
 
 
@@ -185,11 +187,9 @@ def test_a_step_of_the_whole_loop():
     learner, state, engine = ready(replace(ALGORITHMS["olmo3"], group_filter=None, kl="k3", kl_coef=0.1))
     with jax.set_mesh(learner.mesh):
         before = jax.device_get(state.params)
-        state, engine, at, seen, row = trainer.one_step(
-            learner, state, engine, schedules.Position(), schedules.Sync(learner)
-        )
+        state, engine, at, seen, row = trainer.one_step(learner, state, engine, modes.Position(), modes.Sync(learner))
     assert (at.step, at.draw) == (1, 4)
-    assert at.solved == {int(p): (2, 0) for p in seen.rollouts.places}
+    assert at.solved == {int(p): (2, 0) for p in seen.rollouts.indices}
     assert engine.weights.version == 1
     assert row["gap/max"] < 1e-5
     assert row["gap/ess"] > 0.999
@@ -204,11 +204,11 @@ def test_while_the_critic_is_pre_trained_the_policy_stands_still():
     a = replace(a, updates_per_batch=2, critic=replace(a.critic, updates=2, mini_batches=2, pretrain=1))
     learner, state, engine = ready(a)
     assert learner.config.total_steps == CONFIG.steps + 1
-    at, seen = schedules.Position(), []
+    at, seen = modes.Position(), []
     with jax.set_mesh(learner.mesh):
         for _ in range(2):
             seen.append(jax.device_get((state.params, state.critic.params)))
-            state, engine, at, _, row = trainer.one_step(learner, state, engine, at, schedules.Sync(learner))
+            state, engine, at, _, row = trainer.one_step(learner, state, engine, at, modes.Sync(learner))
             assert ("loss" in row) == (at.step == 2)
             assert row["critic/loss"] > 0
     changed = lambda a, b: any(np.any(x != y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
@@ -222,7 +222,7 @@ def test_w_is_the_mini_batch_s():
     """Two mini-batches of unequal token counts: each divides by its own, as `token` says of an optimiser step."""
     answers = rollouts_of([1, 1, 9, 9])
     batch = batching.make_batch(answers, shape=(8, 16))
-    halves = batching.cut(batch, 2)
+    halves = batching.split_batch(batch, 2)
     for i, tokens in enumerate((2, 18)):
         mini = jax.tree.map(lambda x, i=i: x[i], halves)
         weights = batching.with_weights(mini, "token", None).weights
@@ -236,15 +236,15 @@ def test_dynamic_sampling_asks_until_groups_are_mixed():
     coin = lambda p, text, f: Reward(0.5, len(text) % 2 == 0)
     learner = replace(learner, task=replace(learner.task, reward=coin))
     with jax.set_mesh(learner.mesh):
-        engine, at = trainer.make_engine(learner, state.params), schedules.Position(draw=3)
-        seen, after = schedules.sample_batch(learner, engine, at, trainer.metrics.Stopwatch())
+        engine, at = trainer.make_engine(learner, state.params), modes.Position(draw=3)
+        seen, after = modes.sample_batch(learner, engine, at, trainer.metrics.Stopwatch())
     groups = np.array([r.correct for r in seen.rewards]).reshape(-1, 2)
     assert filters.mixed(correct=groups).all()
     assert len(groups) == 4
     asked = len(seen.all_rewards) // 2
     assert asked > 4
     assert (after.step, after.draw, after.pending) == (1, 3 + asked, ())
-    assert seen.everything.draws.tolist() == list(range(3, after.draw))
+    assert seen.all_rollouts.draws.tolist() == list(range(3, after.draw))
     everything = np.array([r.correct for r in seen.all_rewards]).reshape(-1, 2)
     assert seen.all_kept.tolist() == filters.mixed(correct=everything).tolist()
-    assert seen.rollouts.draws.tolist() == seen.everything.draws[seen.all_kept].tolist()
+    assert seen.rollouts.draws.tolist() == seen.all_rollouts.draws[seen.all_kept].tolist()

@@ -86,7 +86,7 @@ def test_more_is_asked_again_while_a_straggler_runs():
     late, begun = Request((2,), max_tokens=4, draw=1), time.monotonic()
     left = [Request((1,), max_tokens=4, draw=0)]
 
-    def more():
+    def next_request():
         if left:
             return left.pop()
         if len(backend.submitted) == 1 and time.monotonic() > begun + 1:
@@ -95,7 +95,7 @@ def test_more_is_asked_again_while_a_straggler_runs():
         return None
 
     with running(backend) as a, client_of(a.address) as client:
-        groups = client.sample(more)
+        groups = client.sample(next_request)
         assert next(groups)[0] is late
         groups.close()
 
@@ -125,9 +125,9 @@ def test_a_server_without_room_is_asked_again():
 
 
 WRONG = {
-    "max_tokens=65: expected at most 64": Request((1,), max_tokens=65),  # by the server
+    "max_tokens is 65; expected at most 64": Request((1,), max_tokens=65),  # by the server
     "temperature": Request((1,), sampling=clients.requests.Sampling(-1.0)),
-    "request='.* bytes': expected at most 5242880 bytes": Request((2**30,) * (wire.MAX_MESSAGE // 5 + 1)),
+    "request is '.* bytes'; expected at most 5242880 bytes": Request((2**30,) * (wire.MAX_MESSAGE // 5 + 1)),
 }
 
 
@@ -227,13 +227,13 @@ def test_a_push_reaches_every_server():
         assert_answered(client.ordered(requests_(9)), requests_(9), version=5)
         client.push(fake_backend.leaves(1), 5)  # the same version again, other weights
         assert np.array_equal(b.backend.loaded["b"], fake_backend.leaves(1)["b"])
-        with pytest.raises(ValueError, match="version=4: expected at least 5"):
+        with pytest.raises(ValueError, match="version is 4; expected at least 5"):
             client.push(sent, 4)
 
 
 def test_weights_that_a_server_refuses():
     with running(FakeBackend()) as a, client_of(a.address) as client:
-        with pytest.raises(ValueError, match=re.escape(f"{a.address}: leaves=")):
+        with pytest.raises(ValueError, match=re.escape(f"{a.address}: leaves is ")):
             client.push({"other": np.zeros(3)}, 1)
         client.push(fake_backend.leaves(), 1)
         a.backend.version = 7
@@ -286,7 +286,7 @@ def test_addresses():
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:0", "host:65536", "host:-1", "::1:80", "http://a:1"])
 def test_bad_addresses(text):
-    with pytest.raises(ValueError, match="server=.*expected host:port"):
+    with pytest.raises(ValueError, match="server is .*expected host:port"):
         Address.parse(text)
 
 

@@ -15,7 +15,7 @@ from jaxrl_llm.models import transformer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.run import metrics
 from jaxrl_llm.sampler import decode, slots, weights
-from jaxrl_llm.sampler.groups import request_of, sample_groups
+from jaxrl_llm.sampler.groups import make_request, sample_groups
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import EOS, LENGTH, STOP, Prompt
 
@@ -45,7 +45,7 @@ PARAMS = random_params(MODEL, 0)
 
 def make(model, max_tokens=MAX_TOKENS, **fields):
     held = weights.push(model, PARAMS, None, quantized=fields.get("quantized", ""))
-    return decode.Engine(model, TOKENIZER, held, Sampling(TEMPERATURE), max_tokens, **fields)
+    return decode.LocalEngine(model, TOKENIZER, held, Sampling(TEMPERATURE), max_tokens, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def base(engine):
 
 def requests(engine, prompts, *, seed=3, draws=None, group=GROUP):
     draws = range(len(prompts)) if draws is None else draws
-    return [request_of(engine, p, group, seed=seed, draw=d) for p, d in zip(prompts, draws, strict=True)]
+    return [make_request(engine, p, group, seed=seed, draw=d) for p, d in zip(prompts, draws, strict=True)]
 
 
 def generate(engine, prompts, **asked):
@@ -198,7 +198,7 @@ def test_each_prompt_is_prefilled_once(engine, monkeypatch):
 
 
 def test_a_prompt_needs_a_token(engine):
-    with pytest.raises(ValueError, match="prompt='0 tokens': expected 1"):
+    with pytest.raises(ValueError, match="prompt is '0 tokens'; expected 1"):
         generate(engine, [(2,), (), (3,)])
 
 
@@ -220,7 +220,7 @@ def chain(transitions, *, tokenizer=TOKENIZER, **fields):
     params["embed"] = np.eye(16, dtype=np.float32)
     params["norm"]["scale"] = np.full(16, 0.25, np.float32)  # the norm of a unit vector of width 16 is 4 times it
     params["head"] = (np.log(table) * TEMPERATURE).astype(np.float32)
-    made = decode.Engine(CHAIN, tokenizer, weights.push(CHAIN, params, None), Sampling(TEMPERATURE), 20, **fields)
+    made = decode.LocalEngine(CHAIN, tokenizer, weights.push(CHAIN, params, None), Sampling(TEMPERATURE), 20, **fields)
     return made, table
 
 

@@ -12,7 +12,15 @@ import pytest
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.objective.filters import mixed
-from jaxrl_llm.sampler.groups import Asked, Judged, fill_batch, gathered, passes, sample_groups, score
+from jaxrl_llm.sampler.groups import (
+    PendingPrompt,
+    ScoredGroup,
+    fill_batch,
+    passes_filter,
+    sample_groups,
+    score,
+    to_rollouts,
+)
 from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, Prompt, Reward, Task
@@ -126,16 +134,16 @@ def fill(
     log, left, cuts = [], iter(range(start, 40 + len(outcomes))), list(cuts)
 
     def ask():
-        return Asked(next(left), 100)
+        return PendingPrompt(next(left), 100)
 
     def request(asked):
         log.append(("ask", asked.draw))
         return Request((2, 3, asked.draw % 6), GROUP, draw=asked.draw, begun=asked.begun)
 
-    def sample(more):
+    def sample(next_request):
         under_way = []
         while True:
-            while (r := more()) is not None:
+            while (r := next_request()) is not None:
                 under_way.append(r)
             if not under_way:
                 return
@@ -148,9 +156,9 @@ def fill(
 
     def judge(asked, r, group):
         rewards = tuple(Reward(value(right), right) for right in RIGHT[outcomes[asked.draw - 40]])
-        made = gathered(TOKENIZER, (Prompt(asked.draw, ""),), (r,), (group,))
+        made = to_rollouts(TOKENIZER, (Prompt(asked.draw, ""),), (r,), (group,))
         shaped = np.array([x.value for x in rewards], np.float32)
-        return Judged(asked, made, rewards, shaped, passes(keep, rewards, shaped))
+        return ScoredGroup(asked, made, rewards, shaped, passes_filter(keep, rewards, shaped))
 
     got = fill_batch(sample, ask, request, judge, prompts=PROMPTS, most=most, resample=resample, pending=pending)
     return got, log
@@ -182,10 +190,10 @@ def test_the_batch_is_that_of_the_first_draws_in_whatever_order_they_are_answere
     scored, log = fill(outcomes, order=ORDERS[order])
     check_groups(scored, [40, 43, 46, 48])
     assert scored.kept.all()
-    assert scored.everything.draws.tolist() == list(range(40, 49))
+    assert scored.all_rollouts.draws.tolist() == list(range(40, 49))
     assert scored.all_kept.tolist() == [o == SOME for o in outcomes[:9]]
     assert [r.correct for r in scored.all_rewards] == [x for o in outcomes[:9] for x in RIGHT[o]]
-    assert scored.cut == ()
+    assert scored.unfinished == ()
     assert [d for what, d in log if what == "ask"] == list(range(40, 49))
 
 
@@ -235,9 +243,9 @@ def test_too_many_prompts_in_vain_is_an_error_with_the_pass_rates():
 def test_what_a_budget_cuts_is_put_aside_for_the_next_batch():
     scored, log = fill([SOME] * 6, cuts=[41])
     check_groups(scored, [40, 42, 43, 44])
-    (cut,) = scored.cut
+    (cut,) = scored.unfinished
     assert (cut.draw, [a.finish for a in cut.begun]) == (41, [CANCELLED, EOS])
-    again, log = fill([SOME] * 9, pending=scored.cut, start=45)
+    again, log = fill([SOME] * 9, pending=scored.unfinished, start=45)
     assert [d for what, d in log if what == "ask"] == [41, 45, 46, 47]
     assert again.rollouts.draws.tolist() == [41, 45, 46, 47]
 
@@ -301,8 +309,8 @@ def test_a_bad_reward_names_the_prompt(what, message):
 class FakeEngine:
     tokenizer, max_tokens, sampling, stop = TOKENIZER, 5, Sampling(0.5), ("x",)
 
-    def sample(self, more):
-        while (r := more()) is not None:
+    def sample(self, next_request):
+        while (r := next_request()) is not None:
             assert (r.max_tokens, r.sampling, r.stop, r.seed) == (5, Sampling(0.5), ("x",), 9)
             yield r, tuple(answer(r.draw, g) for g in range(r.group))
 

@@ -10,7 +10,7 @@ from test_decode import MANY, MODEL, PARAMS, PROMPTS, TOKENIZER, answers, assert
 
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler import core, decode, slots, weights
-from jaxrl_llm.sampler.groups import request_of
+from jaxrl_llm.sampler.groups import make_request
 from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH
@@ -70,10 +70,10 @@ def test_the_source_may_have_nothing_for_now(engine, base):
     asked = requests(engine, MANY, group=3)
     left, got, allowed = list(range(len(asked))), {}, 2
 
-    def more():
+    def next_request():
         return asked[left.pop(0)] if left and len(asked) - len(left) - len(got) < allowed else None
 
-    for request, group in engine.sample(more):
+    for request, group in engine.sample(next_request):
         got[request.draw] = group
         allowed = 1 + len(got) % 4
     assert_same(answers([got[i] for i in range(len(asked))]), answers(base))
@@ -158,7 +158,7 @@ def test_weights_change_between_calls_and_no_answer_is_lost(engine):
 def test_int8_weights_and_keys_make_a_gap(engine, base):
     asked = requests(engine, MANY, group=3)
     for other in (make(MODEL, slots=12, quantized="int8"), replace(engine, kv_dtype="int8")):
-        scored = decode.rescored(other, asked, base)
+        scored = decode.forced_logprobs(other, asked, base)
         gap = max(
             np.abs(np.exp(a) - np.exp(b.logp)).max() for a, b in zip(scored, (a for g in base for a in g), strict=True)
         )
@@ -172,12 +172,12 @@ def test_zero_gap(dtype):
     asked = requests(exact, MANY, group=3)
     drawn = decode.generate(exact, asked)
     for order in (slice(None), slice(None, None, -1)):
-        again = decode.rescored(exact, asked[order], drawn[order])
+        again = decode.forced_logprobs(exact, asked[order], drawn[order])
         flat = [a for group in drawn[order] for a in group]
         for a, logp in zip(flat, again, strict=True):
             np.testing.assert_array_equal(a.logp, logp)
     loose = replace(exact, exact=False)
-    again = decode.rescored(loose, asked, drawn)
+    again = decode.forced_logprobs(loose, asked, drawn)
     flat = [a for group in drawn for a in group]
     if dtype == "float32":  # why it takes a mode
         assert not all(np.array_equal(a.logp, logp) for a, logp in zip(flat, again, strict=True))
@@ -209,15 +209,15 @@ def test_a_long_answer_that_goes_on_behind_a_full_shard():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": ()}, "prompt='0 tokens': expected 1"),
-        ({"prompt": (3, 16)}, r"prompt=\[3, 16\]: expected token ids in \[0, 16\)"),
-        ({"group": 0}, "group=0: expected at least 1"),
-        ({"max_tokens": 0}, "max_tokens=0"),
-        ({"sampling": Sampling(-1.0)}, "temperature=-1.0"),
-        ({"sampling": Sampling(top_p=0.0)}, "top_p=0.0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"stop": ("",)}, "stop="),
-        ({"budget": -2}, "budget=-2"),
+        ({"prompt": ()}, "prompt is '0 tokens'; expected 1"),
+        ({"prompt": (3, 16)}, r"prompt is \[3, 16\]; expected token ids in \[0, 16\)"),
+        ({"group": 0}, "group is 0; expected at least 1"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"sampling": Sampling(-1.0)}, "temperature is -1.0"),
+        ({"sampling": Sampling(top_p=0.0)}, "top_p is 0.0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"stop": ("",)}, "stop is"),
+        ({"budget": -2}, "budget is -2"),
     ],
 )
 def test_a_bad_request_is_refused_by_name(engine, change, message):
@@ -226,7 +226,7 @@ def test_a_bad_request_is_refused_by_name(engine, change, message):
 
 
 def test_a_request_takes_what_it_leaves_out_from_the_engine(engine):
-    made = request_of(replace(engine, stop=("x",)), [2, 3], 4, seed=1, draw=2)
+    made = make_request(replace(engine, stop=("x",)), [2, 3], 4, seed=1, draw=2)
     assert made == Request((2, 3), 4, 40, engine.sampling, ("x",), 1, 2)
     assert TOKENIZER.eos_ids == (1,)
 

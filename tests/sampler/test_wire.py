@@ -78,12 +78,12 @@ def test_a_token_takes_as_many_bytes_as_promised():
 
 
 def test_a_request_without_an_id_is_refused():
-    with pytest.raises(ValueError, match="id=''"):
+    with pytest.raises(ValueError, match="id is ''"):
         wire.from_request_message(pb.SampleRequest(prompt=[1]))
 
 
 def test_answers_with_ragged_columns_are_refused():
-    with pytest.raises(ValueError, match=r"\(2, 1, 0\): expected as many log-probs and versions as tokens"):
+    with pytest.raises(ValueError, match=r"\(2, 1, 0\); expected as many log-probs and versions as tokens"):
         wire.from_reply(pb.SampleReply(answers=[pb.Answer(tokens=[1, 2], logp=[0.0])]))
 
 
@@ -192,15 +192,15 @@ def test_the_digest_is_needed_and_covers_the_version():
 
 
 HEADERS = {
-    "version=-1": lambda header: setattr(header, "version", -1),
-    "version=2147483648": lambda header: setattr(header, "version", 2**31),
-    r"leaves=.*each name once": lambda header: header.leaves.append(header.leaves[0]),
-    r"leaves=\"without \['last'\]\": expected all 5 leaves": lambda header: header.leaves.pop(),
-    r"leaves=\['more'\]": lambda header: header.leaves.append(pb.Leaf(name="more")),
-    r"b shape=\(3, 6\): expected \(3, 5\)": lambda header: header.leaves[2].shape.__setitem__(1, 6),
-    r"b dtype='float16': expected bfloat16": lambda header: setattr(header.leaves[2], "dtype", "float16"),
-    r"b bytes=31: expected 30": lambda header: setattr(header.leaves[2], "bytes", 31),
-    r"bytes=5: expected 2520038, the sum": lambda header: setattr(header, "bytes", 5),
+    "version is -1": lambda header: setattr(header, "version", -1),
+    "version is 2147483648": lambda header: setattr(header, "version", 2**31),
+    r"leaves is .*each name once": lambda header: header.leaves.append(header.leaves[0]),
+    r"leaves is \"without \['last'\]\"; expected all 5 leaves": lambda header: header.leaves.pop(),
+    r"leaves is \['more'\]": lambda header: header.leaves.append(pb.Leaf(name="more")),
+    r"b shape is \(3, 6\); expected \(3, 5\)": lambda header: header.leaves[2].shape.__setitem__(1, 6),
+    r"b dtype is 'float16'; expected bfloat16": lambda header: setattr(header.leaves[2], "dtype", "float16"),
+    r"b bytes is 31; expected 30": lambda header: setattr(header.leaves[2], "bytes", 31),
+    r"bytes is 5; expected 2520038, the sum": lambda header: setattr(header, "bytes", 5),
 }
 
 

@@ -93,7 +93,7 @@ def mixed():
 
 @pytest.fixture(scope="module")
 def expected():
-    groups = decode.generate(decode.Engine(MODEL, TOKENIZER, WEIGHTS), mixed())
+    groups = decode.generate(decode.LocalEngine(MODEL, TOKENIZER, WEIGHTS), mixed())
     finishes = [a.finish for g in groups for a in g]
     assert set(finishes) == {EOS, STOP, LENGTH, CANCELLED}
     assert min(len(a.tokens) for g in groups for a in g) == 1
@@ -201,10 +201,10 @@ def test_weights_are_swapped_while_answers_are_drawn():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x.pop("['embed']"), "leaves=.*embed.*all of the"),
-        (lambda x: x.update({"['tail']": np.zeros(3)}), "leaves=.*tail.*leaves of the model"),
-        (lambda x: x.update({"['embed']": np.zeros((3, 2), np.float32)}), r"\['embed'\] shape=\(3, 2\).*\(16, 16\)"),
-        (lambda x: x.update({"['embed']": np.zeros((16, 16), np.float16)}), r"\['embed'\] dtype=.*float16.*float32"),
+        (lambda x: x.pop("['embed']"), "leaves is .*embed.*all of the"),
+        (lambda x: x.update({"['tail']": np.zeros(3)}), "leaves is .*tail.*leaves of the model"),
+        (lambda x: x.update({"['embed']": np.zeros((3, 2), np.float32)}), r"\['embed'\] shape is \(3, 2\).*\(16, 16\)"),
+        (lambda x: x.update({"['embed']": np.zeros((16, 16), np.float16)}), r"\['embed'\] dtype is .*float16.*float32"),
     ],
 )
 def test_weights_that_do_not_fit_change_nothing(backend, change, message):
@@ -219,7 +219,7 @@ def test_weights_that_do_not_fit_change_nothing(backend, change, message):
 
 
 def test_versions_are_32_bits(backend):
-    with pytest.raises(ValueError, match=r"version=2147483648: expected a number in \[0, 2\^31\)"):
+    with pytest.raises(ValueError, match=r"version is 2147483648; expected a number in \[0, 2\^31\)"):
         backend.load(leaves_of(WEIGHTS.params), 2**31)
 
 
@@ -305,11 +305,11 @@ def test_the_last_slot_may_be_freed_while_the_driver_looks_for_one(backend):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(()), "prompt='0 tokens': expected 1 to 19"),
-        (Request((2,) * 20), "prompt='20 tokens': expected 1 to 19"),
-        (Request((16,)), "prompt=.*token ids in"),
-        (Request(A, max_tokens=41), "max_tokens=41: expected at most 40"),
-        (Request(A, group=0), "group=0"),
+        (Request(()), "prompt is '0 tokens'; expected 1 to 19"),
+        (Request((2,) * 20), "prompt is '20 tokens'; expected 1 to 19"),
+        (Request((16,)), "prompt is .*token ids in"),
+        (Request(A, max_tokens=41), "max_tokens is 41; expected at most 40"),
+        (Request(A, group=0), "group is 0"),
     ],
 )
 def test_what_cannot_be_served_is_refused(backend, request_, message):
@@ -319,7 +319,7 @@ def test_what_cannot_be_served_is_refused(backend, request_, message):
 
 @pytest.mark.parametrize("name", ["slots", "max_prompt_tokens", "max_tokens", "tokens_per_call"])
 def test_sizes_are_checked(name):
-    with pytest.raises(ValueError, match=f"{name}=0: expected at least 1"):
+    with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
         JetStreamEngine(MODEL, TOKENIZER, WEIGHTS, **{**SIZES, name: 0})
 
 
@@ -333,7 +333,9 @@ def engine():
 
 def greedy(*prompts):
     """What is to be said to them, 40 tokens at most."""
-    groups = decode.generate(decode.Engine(MODEL, TOKENIZER, WEIGHTS), [Request(p, 1, 40, GREEDY) for p in prompts])
+    groups = decode.generate(
+        decode.LocalEngine(MODEL, TOKENIZER, WEIGHTS), [Request(p, 1, 40, GREEDY) for p in prompts]
+    )
     return [g[0].tokens.tolist() for g in groups]
 
 

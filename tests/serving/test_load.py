@@ -81,7 +81,7 @@ def pool(config, params):
         )
         for i in range(POOL)
     ]
-    engine = decode.Engine(config.model, config.tokenizer(), weights.push(config.model, params, None), slots=64)
+    engine = decode.LocalEngine(config.model, config.tokenizer(), weights.push(config.model, params, None), slots=64)
     return asked, decode.generate(engine, asked)
 
 

@@ -81,14 +81,14 @@ def test_a_group_is_the_backends(worker):
 
 
 WRONG = {
-    "prompt='17 tokens': expected 1 to 16": Request((1,) * 17),
-    "prompt='0 tokens'": Request(()),
-    r"prompt=\[50, 50\]: expected token ids in \[0, 50\)": Request((50,)),
-    "max_tokens=65": Request((1,), max_tokens=65),
-    "group=0": Request((1,), max_tokens=8, group=0),
-    "group=1025": Request((1,), max_tokens=8, group=1025),
-    "temperature=nan": Request((1,), max_tokens=8, sampling=Sampling(float("nan"))),
-    "seed=-1": Request((1,), max_tokens=8, seed=-1),
+    "prompt is '17 tokens'; expected 1 to 16": Request((1,) * 17),
+    "prompt is '0 tokens'": Request(()),
+    r"prompt is \[50, 50\]; expected token ids in \[0, 50\)": Request((50,)),
+    "max_tokens is 65": Request((1,), max_tokens=65),
+    "group is 0": Request((1,), max_tokens=8, group=0),
+    "group is 1025": Request((1,), max_tokens=8, group=1025),
+    "temperature is nan": Request((1,), max_tokens=8, sampling=Sampling(float("nan"))),
+    "seed is -1": Request((1,), max_tokens=8, seed=-1),
     "stop='unservable'": Request((1,), max_tokens=8, stop=("unservable",)),
 }
 
@@ -286,7 +286,7 @@ def test_every_method_wants_the_token():
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
 def test_no_wide_host_without_a_token(host):
-    with pytest.raises(ValueError, match=f"host='{host}': expected 127.0.0.1"):
+    with pytest.raises(ValueError, match=f"host is '{host}'; expected 127.0.0.1"):
         server.check_listen(host, None, None, None)
     server.check_listen(host, "secret", None, None)
 
@@ -297,14 +297,14 @@ def test_loopback_needs_no_token():
 
 
 def test_bad_ways_to_listen():
-    with pytest.raises(ValueError, match="token=.*not blank") as error:
+    with pytest.raises(ValueError, match="token is .*not blank") as error:
         server.check_listen("127.0.0.1", " ", None, None)
     assert "' '" not in str(error.value)
     with pytest.raises(ValueError, match="cert, key"):
         server.check_listen("127.0.0.1", None, str(FAKE), None)
-    with pytest.raises(ValueError, match="key='nowhere': expected a file"):
+    with pytest.raises(ValueError, match="key is 'nowhere'; expected a file"):
         server.check_listen("127.0.0.1", None, str(FAKE), "nowhere")
-    with pytest.raises(ValueError, match="max_waiting=0"):
+    with pytest.raises(ValueError, match="max_waiting is 0"):
         server.Service(FakeBackend(), 0)
 
 

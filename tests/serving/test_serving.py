@@ -154,4 +154,4 @@ def test_it_does_not_listen_wide_without_a_token(folder):
     process = jaxrl(folder, "serve", "tiny.py", "--host", "0.0.0.0")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "host='0.0.0.0'" in output
+    assert "host is '0.0.0.0'" in output

@@ -61,7 +61,7 @@ def test_the_supervisor_waits_longer_each_time_and_counts_only_recent_deaths(tmp
 def test_the_supervisor_never_gives_up_on_what_has_listened():
     dies = "print('listening on x', flush=True); import os; os.kill(os.getpid(), 9)"
     command = [sys.executable, "-c", dies]
-    program = f"from jaxrl_llm.sampler import supervisor; supervisor.supervise({command}, backoff_s=0.01)"
+    program = f"from jaxrl_llm.serving import supervisor; supervisor.supervise({command}, backoff_s=0.01)"
     with process("-c", program) as s:
         for _ in range(7):
             assert listening(s) == "x"

@@ -10,21 +10,21 @@ from cases import CONFIG, PLAIN
 
 from jaxrl_llm.objective import filters
 from jaxrl_llm.run import metrics, trainer
-from jaxrl_llm.run.schedules import SCHEDULES, Position
+from jaxrl_llm.run.modes import MODES, Position
 from jaxrl_llm.sampler import groups
 from jaxrl_llm.types import CANCELLED, Reward
 
 
 def run(schedule, steps=4, at=None, **rollout):
     """The learner, and (batch, position after it, row) of each step; the verifier tosses a coin."""
-    config = replace(CONFIG, rollout=replace(CONFIG.rollout, schedule=schedule, max_rounds=40, **rollout), steps=9)
+    config = replace(CONFIG, rollout=replace(CONFIG.rollout, mode=schedule, max_rounds=40, **rollout), steps=9)
     learner = trainer.build(replace(config, algorithm=replace(PLAIN, group_filter=filters.mixed)))
     coin = lambda p, text, f: Reward(float(len(text) % 2), len(text) % 2 == 0)
     learner = replace(learner, task=replace(learner.task, reward=coin))
     at, seen = at or Position(), []
     with jax.set_mesh(learner.mesh):
         state = trainer.fresh_state(learner)
-        engine, feed = trainer.make_engine(learner, state.params, at.step), SCHEDULES[schedule](learner)
+        engine, feed = trainer.make_engine(learner, state.params, at.step), MODES[schedule](learner)
         try:
             for _ in range(steps):
                 state, engine, at, batch, row = trainer.one_step(learner, state, engine, at, feed)
@@ -40,7 +40,7 @@ def versions(batch):
 
 
 def draws(seen):
-    return np.concatenate([batch.everything.draws for batch, _, _ in seen]).tolist()
+    return np.concatenate([batch.all_rollouts.draws for batch, _, _ in seen]).tolist()
 
 
 def test_in_turn_every_answer_is_of_the_newest_weights():
@@ -48,7 +48,7 @@ def test_in_turn_every_answer_is_of_the_newest_weights():
     for k, (batch, at, row) in enumerate(seen):
         assert set(versions(batch)) == {k}
         assert row["staleness/max"] == 0
-        assert at.draw == batch.everything.draws[-1] + 1
+        assert at.draw == batch.all_rollouts.draws[-1] + 1
         assert at.pending == ()
     assert draws(seen) == list(range(seen[-1][1].draw))
 
@@ -62,7 +62,7 @@ def test_one_batch_ahead():
     assert [at.step for _, at, _ in seen] == [1, 2, 3, 4]
     with jax.set_mesh(learner.mesh):
         first = trainer.make_engine(learner, trainer.fresh_state(learner).params)
-        feed = SCHEDULES["sync"](learner)
+        feed = MODES["sync"](learner)
         again, at = feed.next(first, Position(), metrics.Stopwatch())
         second, _ = feed.next(first, at, metrics.Stopwatch())
     for (batch, *_), alone in zip(seen, (again, second), strict=False):
@@ -78,7 +78,7 @@ def test_all_the_time_within_the_bound(most):
         assert row["staleness/max"] <= most
         assert versions(batch).max() <= k
         assert row["groups/stale"] == batch.stale
-        used += batch.everything.draws.tolist()
+        used += batch.all_rollouts.draws.tolist()
         pending = {asked.draw for asked in at.pending}
         assert not pending & set(used)
         assert pending | set(used) <= set(range(at.draw))
@@ -118,7 +118,7 @@ def test_answers_go_on_in_the_next_step_with_their_recorded_log_probs():
                 np.testing.assert_array_equal(r.sampler_logp[i, :n], old.logp)
                 assert r.versions[i, :n].tolist() == old.versions.tolist()
                 assert r.lengths[i] > n or old.finish != CANCELLED
-        rejected = set(batch.everything.draws.tolist()) - set(r.draws.tolist())
+        rejected = set(batch.all_rollouts.draws.tolist()) - set(r.draws.tolist())
         before = {draw: group for draw, group in before.items() if draw not in rejected}
         before |= {asked.draw: asked.begun for asked in at.pending if asked.begun}
     assert continued > 5
@@ -152,17 +152,17 @@ def test_zero_gap_old_log_probs_are_the_recorded_ones():
 
 @pytest.mark.parametrize("schedule", ["sync", "async"])
 def test_a_filter_that_keeps_nothing_gives_up(schedule, monkeypatch):
-    monkeypatch.setattr(groups, "passes", lambda *_: False)
+    monkeypatch.setattr(groups, "passes_filter", lambda *_: False)
     with pytest.raises(RuntimeError, match=r"kept 0 of 160 groups in rollout.max_rounds = 40 rounds; expected 4"):
         run(schedule)
 
 
 def test_closing_waits_for_no_answer():
     """The producer stops at its next call of the decoding loop, not when an answer ends."""
-    learner = trainer.build(replace(CONFIG, rollout=replace(CONFIG.rollout, schedule="async", max_response_tokens=8)))
+    learner = trainer.build(replace(CONFIG, rollout=replace(CONFIG.rollout, mode="async", max_response_tokens=8)))
     with jax.set_mesh(learner.mesh):
         engine = trainer.make_engine(learner, trainer.fresh_state(learner).params)
-        feed = SCHEDULES["async"](learner)
+        feed = MODES["async"](learner)
         feed.next(engine, Position(), metrics.Stopwatch())
         feed.close()
     assert not feed._thread.is_alive()

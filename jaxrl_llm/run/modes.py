@@ -20,7 +20,7 @@ from jaxrl_llm.data.stream import Solved
 from jaxrl_llm.learner.learner import Learner, shaped_rewards
 from jaxrl_llm.run import metrics
 from jaxrl_llm.sampler import groups
-from jaxrl_llm.sampler.groups import Asked, Judged, Scored
+from jaxrl_llm.sampler.groups import PendingPrompt, ScoredBatch, ScoredGroup
 from jaxrl_llm.sampler.requests import Group, Request
 from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.types import CANCELLED
@@ -33,22 +33,22 @@ class Position:
     step: int = 0  # batches of rollouts behind us
     draw: int = 0  # prompts handed out
     solved: Solved = field(default_factory=dict)  # kept only if the order of prompts depends on it
-    pending: tuple[Asked, ...] = ()  # prompts handed out whose answers have not been learnt from
+    pending: tuple[PendingPrompt, ...] = ()  # prompts handed out whose answers have not been learnt from
 
 
-def moved_on(config: Config, at: Position, seen: Scored, draw: int) -> Position:
+def moved_on(config: Config, at: Position, seen: ScoredBatch, draw: int) -> Position:
     """The position after a batch; what was solved is remembered if the order of prompts depends on it."""
     a, solved = config.algorithm, dict(at.solved)
-    if a.prioritized or a.retire_above is not None:
+    if a.prompts.prioritized or a.prompts.retire_above is not None:
         correct = np.array([r.correct for r in seen.all_rewards]).reshape(-1, seen.rollouts.group_size)
-        for place, group in zip(seen.everything.places.tolist(), correct, strict=True):
-            n, right = solved.get(place, (0, 0))
-            solved[place] = n + len(group), right + int(group.sum())
-    return Position(at.step + 1, draw, solved, seen.cut)
+        for index, group in zip(seen.all_rollouts.indices.tolist(), correct, strict=True):
+            n, right = solved.get(index, (0, 0))
+            solved[index] = n + len(group), right + int(group.sum())
+    return Position(at.step + 1, draw, solved, seen.unfinished)
 
 
 @dataclass
-class Asker:
+class PromptDispatcher:
     """Hands out prompts from a position on, and judges the groups that come back."""
 
     learner: Learner
@@ -57,36 +57,36 @@ class Asker:
 
     def __post_init__(self) -> None:
         self.draw = self.at.draw
-        self.taken = [asked.place for asked in self.at.pending]
+        self.taken = [asked.index for asked in self.at.pending]
 
-    def ask(self) -> Asked:
-        _, draws, places = self.learner.stream.take(self.draw, 1, self.at.solved, self.taken)
+    def ask(self) -> PendingPrompt:
+        _, draws, indices = self.learner.stream.take(self.draw, 1, self.at.solved, self.taken)
         self.draw = int(draws[0]) + 1
-        self.taken.append(int(places[0]))
-        return Asked(int(draws[0]), int(places[0]))
+        self.taken.append(int(indices[0]))
+        return PendingPrompt(int(draws[0]), int(indices[0]))
 
-    def request(self, engine: Any, asked: Asked) -> Request:
+    def request(self, engine: Any, asked: PendingPrompt) -> Request:
         r = self.learner.config.rollout
-        prompt = self.learner.task.train[asked.place]
-        ids = groups.encoded(self.learner.tokenizer, (prompt,), r.max_prompt_tokens)[0]
-        request = groups.request_of(engine, ids, r.group_size, seed=self.learner.config.seed, draw=asked.draw)
+        prompt = self.learner.task.train[asked.index]
+        ids = groups.encode_prompts(self.learner.tokenizer, (prompt,), r.max_prompt_tokens)[0]
+        request = groups.make_request(engine, ids, r.group_size, seed=self.learner.config.seed, draw=asked.draw)
         return replace(request, begun=asked.begun, budget=r.budget)
 
-    def judge(self, asked: Asked, request: Request, group: Group) -> Judged:
+    def judge(self, asked: PendingPrompt, request: Request, group: Group) -> ScoredGroup:
         config = self.learner.config
-        prompt = self.learner.task.train[asked.place]
-        answers = groups.gathered(self.learner.tokenizer, (prompt,), (request,), (group,))
-        answers = replace(answers, places=np.array([asked.place]))
+        prompt = self.learner.task.train[asked.index]
+        answers = groups.to_rollouts(self.learner.tokenizer, (prompt,), (request,), (group,))
+        answers = replace(answers, indices=np.array([asked.index]))
         with self.watch("reward"):
             rewards = groups.score(self.learner.task, answers)
             shaped = shaped_rewards(config, answers, rewards, self.at.step)
-        kept = groups.passes(config.algorithm.group_filter, rewards, shaped)
-        return Judged(asked, answers, tuple(rewards), shaped, kept)
+        kept = groups.passes_filter(config.algorithm.group_filter, rewards, shaped)
+        return ScoredGroup(asked, answers, tuple(rewards), shaped, kept)
 
 
-def sample_batch(learner: Learner, engine: Any, at: Position, watch: metrics.Stopwatch) -> tuple[Scored, Position]:
+def sample_batch(learner: Learner, engine: Any, at: Position, watch: metrics.Stopwatch) -> tuple[ScoredBatch, Position]:
     """Groups of scored answers for one batch, from the prompts that come next."""
-    r, asker = learner.config.rollout, Asker(learner, at, watch)
+    r, asker = learner.config.rollout, PromptDispatcher(learner, at, watch)
     before = watch.seconds().get("reward", 0.0)
     with watch("rollout"):
         seen = groups.fill_batch(
@@ -95,9 +95,9 @@ def sample_batch(learner: Learner, engine: Any, at: Position, watch: metrics.Sto
             lambda asked: asker.request(engine, asked),
             asker.judge,
             prompts=r.prompts,
-            most=r.prompts * (r.max_rounds if learner.config.algorithm.resample else 1),
+            most=r.prompts * (r.max_rounds if learner.config.algorithm.prompts.resample else 1),
             pending=at.pending,
-            resample=learner.config.algorithm.resample,
+            resample=learner.config.algorithm.prompts.resample,
         )
     watch.add("rollout", before - watch.seconds().get("reward", 0.0))  # what the verifier took is no rollout
     return seen, moved_on(learner.config, at, seen, asker.draw)
@@ -109,7 +109,7 @@ class Sync:
     def __init__(self, learner: Learner):
         self.learner = learner
 
-    def next(self, engine: Any, at: Position, watch: metrics.Stopwatch) -> tuple[Scored, Position]:
+    def next(self, engine: Any, at: Position, watch: metrics.Stopwatch) -> tuple[ScoredBatch, Position]:
         return sample_batch(self.learner, engine, at, watch)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Ahead:
         self._pool = ThreadPoolExecutor(1)
         self._coming: Future | None = None
 
-    def next(self, engine: Any, at: Position, watch: metrics.Stopwatch) -> tuple[Scored, Position]:
+    def next(self, engine: Any, at: Position, watch: metrics.Stopwatch) -> tuple[ScoredBatch, Position]:
         with watch("rollout"):
             coming = self._coming or self._begin(engine, at)
             seen, after = coming.result()
@@ -132,7 +132,7 @@ class Ahead:
         return seen, after
 
     def _begin(self, engine: Any, at: Position) -> Future:
-        def run() -> tuple[Scored, Position]:
+        def run() -> tuple[ScoredBatch, Position]:
             with jax.set_mesh(self.learner.mesh):  # a thread has a mesh of its own
                 return sample_batch(self.learner, engine, at, metrics.Stopwatch())
 
@@ -146,7 +146,7 @@ class _Closed(Exception):
     """Nobody wants answers any more."""
 
 
-class Always:
+class Async:
     """Draw all the time, with the newest weights at every call; answers that are too old are dropped.
 
     At most `max_staleness` + 1 batches are under way or wait. A group's staleness is the number of updates between the
@@ -158,21 +158,21 @@ class Always:
         r = learner.config.rollout
         self._room = r.prompts * (r.max_staleness + 1)
         self._lock = threading.Condition()
-        self._ready: deque[Judged] = deque()  # of all groups, those that no filter kept included
-        self._under_way: dict[int, Asked] = {}
-        self._cut: deque[Asked] = deque()
+        self._ready: deque[ScoredGroup] = deque()  # of all groups, those that no filter kept included
+        self._under_way: dict[int, PendingPrompt] = {}
+        self._cut: deque[PendingPrompt] = deque()
         self._engine: Any = None
-        self._asker: Asker | None = None
+        self._asker: PromptDispatcher | None = None
         self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def next(self, engine: Any, at: Position, watch: metrics.Stopwatch) -> tuple[Scored, Position]:
+    def next(self, engine: Any, at: Position, watch: metrics.Stopwatch) -> tuple[ScoredBatch, Position]:
         r, a = self.learner.config.rollout, self.learner.config.algorithm
         with self._lock, watch("rollout"):
             self._engine = engine
             if self._asker is None:
-                self._asker = Asker(self.learner, at, metrics.Stopwatch())
+                self._asker = PromptDispatcher(self.learner, at, metrics.Stopwatch())
                 self._cut.extend(at.pending)
                 self._thread.start()
             self._asker.at = at
@@ -188,16 +188,16 @@ class Always:
                     stale += 1
                     continue
                 seen.append(judged)
-                if judged.kept or not a.resample:
+                if judged.kept or not a.prompts.resample:
                     chosen.append(judged)
                 elif len(seen) >= r.prompts * r.max_rounds:
-                    raise groups.gave_up(seen, r.prompts, r.max_rounds)
-            outstanding = [j.asked for j in self._ready] + list(self._under_way.values()) + list(self._cut)
-            draw, self._asker.taken = self._asker.draw, [o.place for o in outstanding]
-        scored = replace(groups.scored(chosen, seen, outstanding), stale=stale)
+                    raise groups.too_few_groups(seen, r.prompts, r.max_rounds)
+            outstanding = [j.prompt for j in self._ready] + list(self._under_way.values()) + list(self._cut)
+            draw, self._asker.taken = self._asker.draw, [o.index for o in outstanding]
+        scored = replace(groups.scored_batch(chosen, seen, outstanding), stale=stale)
         return scored, moved_on(self.learner.config, at, scored, draw)
 
-    def _more(self) -> Request | None:
+    def _next_request(self) -> Request | None:
         with self._lock:
             if self._closed or len(self._ready) + len(self._under_way) >= self._room:
                 return None
@@ -214,7 +214,7 @@ class Always:
         try:
             with jax.set_mesh(self.learner.mesh):
                 while not self._closed:
-                    for request, group in self._engine.sample(self._more, self._latest):
+                    for request, group in self._engine.sample(self._next_request, self._latest):
                         self._take(request, group)
                         if self._closed:
                             return
@@ -248,4 +248,4 @@ class Always:
             self._thread.join()
 
 
-SCHEDULES: dict[str, Callable[[Learner], Any]] = {"sync": Sync, "ahead": Ahead, "async": Always}
+MODES: dict[str, Callable[[Learner], Any]] = {"sync": Sync, "ahead": Ahead, "async": Async}
