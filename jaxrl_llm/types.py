@@ -78,7 +78,7 @@ class Rollouts:
     texts: tuple[str, ...]  # B
     draws: np.ndarray  # int64 [P]: how many prompts had been handed out before this one
     versions: np.ndarray | None = None  # int32 [B,T]: the sampler's weights that drew each token, right-padded
-    indices: np.ndarray | None = None  # int64 [P]: where the prompts stand in `Task.train`, for what remembers prompts
+    indices: np.ndarray | None = None  # int64 [P]: the prompts' places in `Task.train`; None: not of the training side
 
     @property
     def group_size(self) -> int:
@@ -127,7 +127,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW with warm-up, a schedule and clipping by the global norm."""
+    """The settings of AdamW with warm-up, a schedule of the learning rate and clipping by the global norm."""
 
     lr: float = 2e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # linear and cosine are 0 once the steps are over
