@@ -28,12 +28,17 @@ EOS, STOP, LENGTH, CANCELLED = "eos", "stop", "length", "cancelled"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem. `text` is what the policy sees; `answer` and `meta` are for the verifier."""
+    """One problem. `text` is what the policy sees; `answer` and `meta` are for the verifier.
+
+    `question` is the part of `text` that a template stands around: only outside of it a special token's name means
+    that token. None: nothing does, all of `text` is the question.
+    """
 
     id: int
     text: str
     answer: Any = None
     meta: dict[str, Any] = field(default_factory=dict)
+    question: str | None = None
 
 
 @dataclass(frozen=True)

@@ -3,54 +3,67 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.types import EOS, STOP, Prompt, Reward, Task
+from jaxrl_llm.types import EOS, STOP, Prompt, Reward, Task, expect
 
 
 def read_jsonl(path: Path | str) -> tuple[Prompt, ...]:
     """A Prompt a line; fields other than prompt and answer go to `meta`. ValueError names file, line and field."""
+    expect(isinstance(path, (str, Path)), "dataset", path, "the path of a JSONL file")
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"dataset {path}: no such file")
     prompts = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # splitlines would cut at U+2028 inside a text
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # splitlines would split at U+2028 inside a text
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not JSON ({error}); expected an object a line") from error
         for name in ("prompt", "answer"):
             if not isinstance(row, dict) or name not in row:
                 raise ValueError(f"{path}:{number}: no field {name!r}; expected prompt and answer")
-        if not isinstance(row["prompt"], str) or not row["prompt"]:
-            raise ValueError(f"{path}:{number}: prompt is {row['prompt']!r}; expected text")
+        text = row["prompt"]
+        sound = isinstance(text, str) and text and not re.search("[\ud800-\udfff]", text)
+        expect(sound, f"{path}:{number}: prompt", text, "text")
         meta = {k: v for k, v in row.items() if k not in ("prompt", "answer")}
-        prompts.append(Prompt(len(prompts), row["prompt"], row["answer"], meta))
+        prompts.append(Prompt(len(prompts), text, row["answer"], meta))
     return tuple(prompts)
 
 
 def jsonl(path: str, reward: Callable[[Prompt, str], float], test: str | None = None, held_out: float = 0.1) -> Task:
     """A task of the problems in `path` and of `reward(prompt, response) -> float`, 1 for a right answer.
 
-    `correct` is value ≥ 1; an answer cut at the token limit is worth 0 and is never correct. Without a file `test`, the
-    share `held_out` of the problems, chosen by the hash of their prompts, is kept out of training: the same problem
-    falls on the same side whatever else the file holds. Raises ValueError when a side is empty.
+    `correct` is value ≥ 1; an answer that reached the token limit is worth 0 and is never correct. Without a file
+    `test`, the share `held_out` of the problems, chosen by the hash of their prompts, is kept out of training: the same
+    problem falls on the same side whatever else the file holds. Raises ValueError, naming file or argument, for a
+    reward that cannot be called so, for a share that is none, and when a side is empty.
     """
+    try:
+        inspect.signature(reward).bind(None, "")
+    except TypeError as error:
+        raise ValueError(f"dataset {path}: reward {reward!r}: {error}; expected (prompt, response)") from error
     problems = read_jsonl(path)
     if test is None:
+        share = isinstance(held_out, (int, float)) and 0 <= held_out <= 1
+        expect(share, f"dataset {path}: held_out", held_out, "a number from 0 to 1")
         tested = tuple(p for p in problems if _share(p.text) < held_out)
         problems = tuple(p for p in problems if _share(p.text) >= held_out)
     else:
         tested = read_jsonl(test)
-    for name, side in (("train", problems), ("test", tested)):
+    for name, side, file in (("train", problems, path), ("test", tested, test or path)):
         if not side:
-            raise ValueError(f"dataset {path}: no {name} problems; expected at least 1 (held_out={held_out})")
+            raise ValueError(
+                f"dataset {file}: no {name} problems; expected at least 1" + f" (held_out={held_out})" * (not test)
+            )
     return Task(problems, tested, partial(_reward, reward))
 
 

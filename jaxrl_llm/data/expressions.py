@@ -67,16 +67,16 @@ def _skip(text: str, at: int) -> int:
 def _expression(text: str, at: int, depth: int) -> tuple[Fraction, int, tuple[int, ...]]:
     value, at, numbers = _term(text, at, depth)
     while (sign := text[at : at + 1]) in ("+", "-"):
-        other, at, more = _term(text, at + 1, depth)
-        value, numbers = value + other if sign == "+" else value - other, numbers + more
+        other, at, further = _term(text, at + 1, depth)
+        value, numbers = value + other if sign == "+" else value - other, numbers + further
     return value, at, numbers
 
 
 def _term(text: str, at: int, depth: int) -> tuple[Fraction, int, tuple[int, ...]]:
     value, at, numbers = _factor(text, at, depth)
     while (sign := text[at : at + 1]) in ("*", "/"):
-        other, at, more = _factor(text, at + 1, depth)
-        value, numbers = value * other if sign == "*" else value / other, numbers + more
+        other, at, further = _factor(text, at + 1, depth)
+        value, numbers = value * other if sign == "*" else value / other, numbers + further
     return value, at, numbers
 
 

@@ -1,98 +1,127 @@
-"""Which training prompt comes when: fixed by the seed and by what was solved."""
+"""Which training prompt comes when: fixed by the seed, the step of the run and how prompts were answered so far."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 
 import numpy as np
 
 from jaxrl_llm.types import Prompt
 
-Solved = Mapping[int, tuple[int, int]]  # index of a prompt in Task.train → answers seen, correct ones
+SuccessCounts = Mapping[int, tuple[int, int]]  # index in Task.train → answers so far, correct ones among them
+NONE_YET: SuccessCounts = MappingProxyType({})
+
+LEAST_WEIGHT = 1e-3  # of a prompt that is always solved: it still comes now and then, in case the policy unlearns it
+SMALL_POOL = 256  # prompts
 
 
-RARELY = 1e-3  # what is solved may be forgotten
-
-
-def success_rate(solved: Solved, index: int) -> float:
+def success_rate(counts: SuccessCounts, index: int) -> float:
     """Share of correct answers so far, 0 for a prompt that was never answered."""
-    seen, correct = solved.get(index, (0, 0))
-    return correct / seen if seen else 0.0
+    answers, correct = counts.get(index, (0, 0))
+    return correct / answers if answers else 0.0
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Training prompts in an order fixed by the seed and by what was solved. `draw` is the only position.
+    """Training prompts in an order without state: (seed, draw, step, success counts, prompts of the batch) decide it.
 
-    A new shuffle each epoch; or, with `difficulty`, one pass from the easiest problem to the hardest, spread over the
-    first `total` draws; or, if `prioritized`, drawn with probability ∝ 1 − success rate, but never below RARELY, those
-    of one batch without replacement (Kimi k1.5, 2501.12599). Prompts solved at a rate of at least `retire_above` are
-    passed over (Olmo 3, 2512.13961).
+    plain         a new shuffle each epoch, in which a prompt that is passed over loses its turn
+    difficulty    step s of S draws at random from the s-th of S equal parts of the prompts, sorted from the easiest to
+                  the hardest; once the batch has all of that part, from one around it twice, four times, … as wide
+    prioritized   drawn with probability ∝ 1 − success rate, at least LEAST_WEIGHT (Kimi k1.5, 2501.12599)
+
+    A batch has distinct prompts while there are any: they repeat only when each one left is in it. Those solved at a
+    rate of at least `retire_above` never come (Olmo 3, 2512.13961), nor do those that are not `usable`.
     """
 
     problems: Sequence[Prompt]
     seed: int
     difficulty: Callable[[Prompt], float] | None = None
-    total: int = 1
+    total_steps: int = 1  # S
     prioritized: bool = False
     retire_above: float | None = None
+    usable: Callable[[Prompt], bool] | None = None
+    batch_size: int = 1  # rollout.prompts, for the error
 
-    def take(
-        self, draw: int, n: int, solved: Solved = MappingProxyType({}), taken: Sequence[int] = ()
-    ) -> tuple[tuple[Prompt, ...], np.ndarray, np.ndarray]:
-        """The next `n` prompts from `draw` on, their draw numbers and their indices; the last draw + 1 is the next.
+    def take(self, draw: int, n: int) -> tuple[tuple[Prompt, ...], np.ndarray, np.ndarray]:
+        """Prompts `draw` to `draw` + n − 1 of the plain order, whatever else is set; their draws and their indices."""
+        draws = np.arange(draw, draw + n)
+        indices = np.array([self._shuffled(d) for d in draws.tolist()])
+        return tuple(self.problems[i] for i in indices.tolist()), draws, indices
 
-        `taken`: indices that the batch has already, which prioritised sampling leaves out.
+    def next(
+        self, draw: int, step: int = 0, counts: SuccessCounts = NONE_YET, in_batch: Set[int] = frozenset()
+    ) -> tuple[int, int]:
+        """Draw number (`draw` or a later one) and index of the next prompt, for a batch that has those `in_batch`.
+
+        RuntimeError, with the success rates, when no prompt is left at all.
         """
-        if self.prioritized:
-            indices, draws = self._prioritized(draw, n, solved, taken), np.arange(draw, draw + n)
-        else:
-            found = []
-            for d in range(draw, draw + n + len(self.problems)):
-                index = self._place(d)
-                if not self._retired(solved, index):
-                    found.append((d, index))
-                if len(found) == n:
-                    break
-            else:
-                self._too_few(len(found), n)
-            draws, indices = (np.array(x, np.int64) for x in zip(*found, strict=True))
-        return tuple(self.problems[int(p)] for p in indices), draws, indices
-
-    def _retired(self, solved: Solved, index: int) -> bool:
-        return self.retire_above is not None and success_rate(solved, index) >= self.retire_above
-
-    def _too_few(self, left: int, n: int) -> None:
+        for passed_over in (in_batch, frozenset()):
+            found = self._find(draw, step, partial(self._weight, counts, passed_over))
+            if found is not None:
+                return found
+        rates = np.array([success_rate(counts, index) for index in counts] or [0.0])
+        retired = 0 if self.retire_above is None else (rates >= self.retire_above).sum()
         raise RuntimeError(
-            f"{left} of {len(self.problems)} training prompts are left to draw from; expected rollout.prompts = {n}. "
-            f"The others are solved (algorithm.prompts.retire_above = {self.retire_above}) or in the batch"
+            f"0 of {len(self.problems)} training prompts are left to draw from; expected up to rollout.prompts = "
+            f"{self.batch_size}. Pass rates: {retired} reach algorithm.prompts.retire_above = {self.retire_above}, "
+            f"mean {rates.mean():.2f} of the {len(counts)} that were answered; none of the others is usable"
         )
 
-    def _prioritized(self, draw: int, n: int, solved: Solved, taken: Sequence[int]) -> np.ndarray:
-        weights = np.ones(len(self.problems))
-        for index in solved:
-            weights[index] = 0.0 if self._retired(solved, index) else max(RARELY, 1 - success_rate(solved, index))
-        weights[list(taken)] = 0.0
-        if (weights > 0).sum() < n:
-            self._too_few(int((weights > 0).sum()), n)
+    def _weight(self, counts: SuccessCounts, passed_over: Set[int], index: int) -> float:
+        """The probability, up to a factor, with which a prompt is drawn. At most 1."""
+        rate = success_rate(counts, index)
+        if index in passed_over or (self.retire_above is not None and rate >= self.retire_above):
+            return 0.0
+        return max(LEAST_WEIGHT, 1 - rate) if self.prioritized else 1.0
+
+    def _usable(self, index: int) -> bool:
+        return self.usable is None or self.usable(self.problems[index])
+
+    def _find(self, draw: int, step: int, weight: Callable[[int], float]) -> tuple[int, int] | None:
+        size = len(self.problems)
+        if not self.prioritized and self.difficulty is None:
+            epoch = ((d, self._shuffled(d)) for d in range(draw, draw + 2 * size))  # a whole one lies in there
+            return next(((d, index) for d, index in epoch if weight(index) and self._usable(index)), None)
+        order = range(size) if self.prioritized else self._by_difficulty
+        width = 2 * size if self.prioritized else size / self.total_steps
+        centre = size * (min(step, self.total_steps - 1) + 0.5) / self.total_steps
+        while True:
+            first = min(size - 1, max(0, round(centre - width / 2)))
+            last = max(first + 1, min(size, round(centre + width / 2)))
+            index = self._sample(draw, order[first:last], weight)
+            if index is not None or last - first == size:
+                return None if index is None else (draw, index)
+            width *= 2
+
+    def _sample(self, draw: int, pool: Sequence[int], weight: Callable[[int], float]) -> int | None:
+        """A usable one of the pool, with probability ∝ weight. None if there is none.
+
+        From a large pool by rejection, at a cost that does not grow with it; else with all the weights written out.
+        """
         rng = np.random.default_rng([self.seed, draw])
-        return rng.choice(len(weights), n, replace=False, p=weights / weights.sum())
+        for _ in range(10_000 if len(pool) > SMALL_POOL else 0):
+            index = int(pool[rng.integers(len(pool))])
+            if rng.random() < weight(index) and self._usable(index):
+                return index
+        weights = np.array([weight(int(index)) for index in pool])
+        while weights.any():
+            k = rng.choice(len(pool), p=weights / weights.sum())
+            if self._usable(int(pool[k])):
+                return int(pool[k])
+            weights[k] = 0.0
+        return None
 
     @cached_property
     def _by_difficulty(self) -> np.ndarray:
         return np.argsort([self.difficulty(p) for p in self.problems], kind="stable")
 
-    def _place(self, draw: int) -> int:
-        if self.difficulty is not None and draw < self.total:
-            return int(self._by_difficulty[draw * len(self.problems) // self.total])
-        return self._index(draw)
-
-    def _index(self, draw: int) -> int:
-        """Place of `draw` in its epoch's shuffle, by a Feistel permutation: no table, whatever the size."""
+    def _shuffled(self, draw: int) -> int:
+        """Index of `draw` in its epoch's shuffle, by a Feistel permutation: no table, whatever the size."""
         size = len(self.problems)
         epoch, i = divmod(draw, size)
         half = max(1, math.ceil((size - 1).bit_length() / 2))

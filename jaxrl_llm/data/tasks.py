@@ -352,7 +352,7 @@ def knights(people: Sequence[int] = (2, 3), seed: int = 0, n_train: int = 1_000_
 
     Each of `people` persons A, B, C says one thing: "Bn" B is a knave, "A=C" A and C are of one kind, "A!C" of two,
     "Ak&Bn" both hold, "Ak|Bn" at least one does. Exactly one assignment fits (tried by brute force). A trace goes
-    through the assignments in order: the kinds, then for A, B, ... whether what was said holds (t or f), up to the
+    through the assignments in order: the kinds, then for A, B, ... whether the claim holds (t or f), up to the
     first that does not suit its speaker, marked 'x'; the first to suit all is the answer:
     "A:Bn B:A=B;" -> "kk:fxkn:tf#kn". A doubted assignment is judged again: "kk:tt?kk:fxkn:tf#kn".
     wrong_step turns one verdict such that its assignment passes or fails wrongly; when all fail, it guesses.
@@ -368,7 +368,7 @@ def _draw_knights(people: tuple[int, int], rng: np.random.Generator) -> Prompt |
     fits = [row for row in _rows(len(persons)) if _judge(says, row)[-1] != "x"]
     if len(fits) != 1:
         return None
-    text = " ".join(f"{speaker}:{said}" for speaker, said in zip(persons, says, strict=True))
+    text = " ".join(f"{speaker}:{claim}" for speaker, claim in zip(persons, says, strict=True))
     return Prompt(0, text + ";", fits[0], {"key": text, "says": says})
 
 
@@ -382,12 +382,12 @@ def _statement(persons: str, speaker: str, rng: np.random.Generator) -> str:
     return f"{first}{form}{second}" if form in "=!" else f"{first}{kinds[0]}{form}{second}{kinds[1]}"
 
 
-def _holds(said: str, row: str) -> bool:
+def _holds(claim: str, row: str) -> bool:
     kinds = dict(zip("ABC", row, strict=False))
-    if said[1] in "=!":
-        return (kinds[said[0]] == kinds[said[2]]) == (said[1] == "=")
-    facts = [kinds[fact[0]] == fact[1] for fact in said.replace("|", "&").split("&")]
-    return any(facts) if "|" in said else all(facts)
+    if claim[1] in "=!":
+        return (kinds[claim[0]] == kinds[claim[2]]) == (claim[1] == "=")
+    facts = [kinds[fact[0]] == fact[1] for fact in claim.replace("|", "&").split("&")]
+    return any(facts) if "|" in claim else all(facts)
 
 
 def _rows(people: int) -> list[str]:
@@ -397,8 +397,8 @@ def _rows(people: int) -> list[str]:
 def _judge(says: Sequence[str], row: str, turned: int | None = None) -> str:
     """The verdicts on one assignment, with the one at `turned` taken for its contrary."""
     text = f"{row}:"
-    for i, said in enumerate(says):
-        holds = _holds(said, row) != (i == turned)
+    for i, claim in enumerate(says):
+        holds = _holds(claim, row) != (i == turned)
         text += "t" if holds else "f"
         if holds != (row[i] == "k"):
             return f"{text}x"

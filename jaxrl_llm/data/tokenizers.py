@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from jaxrl_llm.types import expect
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns that PyTorch is absent
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 PAD, EOS = "<pad>", "<eos>"
+GENERATION = "generation_config.json"  # where Hugging Face keeps what ends an answer, one id or several
+_one_at_a_time = threading.Lock()  # whether special tokens are recognised is a switch that Hugging Face's calls share
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What the project asks of a tokenizer. `eos_ids` end an answer; decoding leaves special tokens in."""
+    """What the project asks of a tokenizer. Each of `eos_ids` ends an answer; decoding leaves special tokens in."""
 
     hf: Any  # transformers.PreTrainedTokenizerFast
     eos_ids: tuple[int, ...]
@@ -26,10 +34,30 @@ class Tokenizer:
     def size(self) -> int:
         return len(self.hf)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, no special tokens added. Raises ValueError for a character that no token stands for."""
+    @cached_property
+    def _special(self) -> str:  # a regular expression of the special tokens' names
+        return "|".join(re.escape(t.content) for t in self.hf.added_tokens_decoder.values() if t.special) or "(?!)"
+
+    def encode(self, text: str, question: str | None = None) -> list[int]:
+        """Token ids, none added. Raises ValueError for a character that no token stands for.
+
+        A special token's name in the text stays text: "<eos>" is five characters. With a `question` that holds where
+        the question occurs; in the template around it the name is the token.
+        """
+        question = text if question is None else question
+        if not re.search(self._special, question):
+            return self._ids(text, special=True)
+        ids, start = [], 0
+        for found in re.finditer(f"{re.escape(question)}|({self._special})", text):
+            if found[1]:  # Hugging Face, too, encodes what stands between special tokens piece by piece
+                ids += self._ids(text[start : found.start()], special=False) + self._ids(found[1], special=True)
+                start = found.end()
+        return ids + self._ids(text[start:], special=False)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
         try:
-            return self.hf.encode(text, add_special_tokens=False)
+            with _one_at_a_time:
+                return self.hf.encode(text, add_special_tokens=False, split_special_tokens=not special)
         except Exception as error:  # the tokenizers library raises bare Exceptions
             missing = sorted(set(text) - set(self.hf.get_vocab()))
             raise ValueError(f"text: the tokenizer has no token for {missing[:1]} of {text!r}: {error}") from error
@@ -39,6 +67,7 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         self.hf.save_pretrained(folder)
+        (Path(folder) / GENERATION).write_text(json.dumps({"eos_token_id": list(self.eos_ids)}) + "\n")
 
 
 def characters(alphabet: str = ALPHABET) -> Tokenizer:
@@ -56,14 +85,22 @@ def characters(alphabet: str = ALPHABET) -> Tokenizer:
 
 
 def load(folder: Path | str) -> Tokenizer:
-    """A tokenizer saved in Hugging Face format."""
+    """A tokenizer saved in Hugging Face format; its eos_ids are those of generation_config.json, if there is one."""
     from transformers import AutoTokenizer
 
-    return from_hf(AutoTokenizer.from_pretrained(folder))
+    file = Path(folder) / GENERATION
+    eos_ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    return from_hf(AutoTokenizer.from_pretrained(folder), eos_ids)
 
 
-def from_hf(hf: Any) -> Tokenizer:
-    """Raises ValueError for a tokenizer without an end-of-sequence token."""
-    if hf.eos_token_id is None:
+def from_hf(hf: Any, eos_ids: int | Sequence[int] | None = None) -> Tokenizer:
+    """eos_ids: every token that ends an answer, the usual one first, as `eos_token_id` of a generation_config.json.
+
+    Default: `hf.eos_token_id` alone. Raises ValueError for none, and for one that is not in the vocabulary.
+    """
+    ids = hf.eos_token_id if eos_ids is None else eos_ids
+    if ids is None:
         raise ValueError("tokenizer: eos_token is not set; expected one, or answers could not end")
-    return Tokenizer(hf, (hf.eos_token_id,), hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id)
+    ids = tuple(dict.fromkeys([ids] if isinstance(ids, int) else ids))
+    expect(ids and all(isinstance(i, int) and 0 <= i < len(hf) for i in ids), "eos_ids", ids, f"ids in [0, {len(hf)})")
+    return Tokenizer(hf, ids, hf.pad_token_id if hf.pad_token_id is not None else ids[0])

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
-from jaxrl_llm.data import templates
+from jaxrl_llm.data import curation
 from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.learner import batching, critic
@@ -25,7 +25,7 @@ from jaxrl_llm.learner.train_step import init_state, make_logprobs, make_train_s
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.sampler.groups import ScoredBatch, encode_prompts
+from jaxrl_llm.sampler.groups import ScoredBatch
 from jaxrl_llm.types import Batch, Reward, Rollouts, Task, TrainState
 
 _with_weights = jax.jit(batching.with_weights, static_argnames=("norm", "max_len", "nll", "phase_weights"))
@@ -67,14 +67,13 @@ def build(config: Config) -> Learner:
     if a.critic is not None:
         critic_tx = make_optimizer(a.critic.optimizer, config.total_steps * a.critic.updates)
         value = critic.make(a.critic, config.model, critic_tx, mesh, config.micro_batches, config.seed)
-    task = templates.applied(config.task(), a.prompts.template)
-    for side in (task.train, task.test):  # a template that does not fit should not cost a base policy
-        encode_prompts(tokenizer, tuple(side[i] for i in range(min(32, len(side)))), r.max_prompt_tokens)
-    draws = config.total_steps * r.prompts
+    task = curation.open_task(config.task, a.prompts.template)
+    task, usable = curation.fitting(task, tokenizer, r.max_prompt_tokens, r.long_prompts)
+    order = (r.difficulty, config.total_steps, a.prompts.prioritized, a.prompts.retire_above)
     return Learner(
         config,
         task,
-        Stream(task.train, config.seed, r.difficulty, draws, a.prompts.prioritized, a.prompts.retire_above),
+        Stream(task.train, config.seed, *order, usable, r.prompts),
         tokenizer,
         mesh,
         tx,

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.data.stream import Solved
+from jaxrl_llm.data.stream import SuccessCounts
 from jaxrl_llm.learner.learner import Learner, shaped_rewards
 from jaxrl_llm.run import metrics
 from jaxrl_llm.sampler import groups
@@ -32,19 +32,19 @@ class Position:
 
     step: int = 0  # batches of rollouts behind us
     draw: int = 0  # prompts handed out
-    solved: Solved = field(default_factory=dict)  # kept only if the order of prompts depends on it
+    solved: SuccessCounts = field(default_factory=dict)  # kept only if the order of prompts depends on it
     pending: tuple[PendingPrompt, ...] = ()  # prompts handed out whose answers have not been learnt from
 
 
-def moved_on(config: Config, at: Position, seen: ScoredBatch, draw: int) -> Position:
-    """The position after a batch; what was solved is remembered if the order of prompts depends on it."""
-    a, solved = config.algorithm, dict(at.solved)
+def moved_on(config: Config, at: Position, batch: ScoredBatch, draw: int) -> Position:
+    """The position after a batch; how its prompts were answered is counted if the order of prompts depends on it."""
+    a, success_counts = config.algorithm, dict(at.solved)
     if a.prompts.prioritized or a.prompts.retire_above is not None:
-        correct = np.array([r.correct for r in seen.all_rewards]).reshape(-1, seen.rollouts.group_size)
-        for index, group in zip(seen.all_rollouts.indices.tolist(), correct, strict=True):
-            n, right = solved.get(index, (0, 0))
-            solved[index] = n + len(group), right + int(group.sum())
-    return Position(at.step + 1, draw, solved, seen.unfinished)
+        correct = np.array([r.correct for r in batch.all_rewards]).reshape(-1, batch.rollouts.group_size)
+        for index, group in zip(batch.all_rollouts.indices.tolist(), correct, strict=True):
+            answers, right = success_counts.get(index, (0, 0))
+            success_counts[index] = answers + len(group), right + int(group.sum())
+    return Position(at.step + 1, draw, success_counts, batch.unfinished)
 
 
 @dataclass
@@ -57,13 +57,15 @@ class PromptDispatcher:
 
     def __post_init__(self) -> None:
         self.draw = self.at.draw
-        self.taken = [asked.index for asked in self.at.pending]
+        self.in_batch = {asked.index for asked in self.at.pending}
 
     def ask(self) -> PendingPrompt:
-        _, draws, indices = self.learner.stream.take(self.draw, 1, self.at.solved, self.taken)
-        self.draw = int(draws[0]) + 1
-        self.taken.append(int(indices[0]))
-        return PendingPrompt(int(draws[0]), int(indices[0]))
+        draw, index = self.learner.stream.next(self.draw, self.at.step, self.at.solved, self.in_batch)
+        if index in self.in_batch:  # the batch has every prompt there is: each comes again before any comes thrice
+            self.in_batch.clear()
+        self.draw = draw + 1
+        self.in_batch.add(index)
+        return PendingPrompt(draw, index)
 
     def request(self, engine: Any, asked: PendingPrompt) -> Request:
         r = self.learner.config.rollout
@@ -193,7 +195,7 @@ class Async:
                 elif len(seen) >= r.prompts * r.max_rounds:
                     raise groups.too_few_groups(seen, r.prompts, r.max_rounds)
             outstanding = [j.prompt for j in self._ready] + list(self._under_way.values()) + list(self._cut)
-            draw, self._asker.taken = self._asker.draw, [o.index for o in outstanding]
+            draw, self._asker.in_batch = self._asker.draw, {o.index for o in outstanding}
         scored = replace(groups.scored_batch(chosen, seen, outstanding), stale=stale)
         return scored, moved_on(self.learner.config, at, scored, draw)
 

@@ -23,7 +23,8 @@ from jax.sharding import Mesh
 from jaxrl_llm import config as configs
 from jaxrl_llm import types
 from jaxrl_llm.config import Config, Prime
-from jaxrl_llm.data import templates
+from jaxrl_llm.data import curation
+from jaxrl_llm.data.cache import cache_folder
 from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.learner.batching import bucket, make_batch, with_advantages, with_weights
@@ -58,7 +59,7 @@ def traces(task: Task, tokenizer: Tokenizer, prime: Prime, seed: int, start: int
         prompts, draws, _ = stream.take(batch * n, n)
         names = behaviours(prime, seed, batch)
         texts = tuple(task.trace(p, str(b), int(d)) for p, b, d in zip(prompts, names, draws, strict=True))
-        asked = [tokenizer.encode(p.text) for p in prompts]
+        asked = [tokenizer.encode(p.text, p.question) for p in prompts]
         answered = [[*tokenizer.encode(t), tokenizer.eos_ids[0]] for t in texts]
         tokens = _pad(answered)
         lengths = [np.array([len(t) for t in rows], np.int32) for rows in (asked, answered)]
@@ -88,11 +89,6 @@ def cache_key(config: Config) -> str:
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def cache_folder() -> Path:
-    """Where finished bases are kept: $JAXRL_CACHE, or ~/.cache/jaxrl_llm."""
-    return Path(os.environ.get("JAXRL_CACHE", Path.home() / ".cache" / "jaxrl_llm"))
 
 
 def prime(config: Config, folder: Path, mesh: Mesh, stopping: Callable[[], bool], say: Callable[[str], None]) -> Any:
@@ -151,7 +147,8 @@ def _train(
     tx: optax.GradientTransformation,
 ) -> tuple[TrainState, int]:
     recipe, total = config.prime, sum(s.batches for s in config.prime.stages)
-    task = templates.applied((recipe.task or config.task)(), config.algorithm.prompts.template)
+    field = "task" if recipe.task is None else "prime.task"
+    task = curation.open_task(recipe.task or config.task, config.algorithm.prompts.template, field)
     tokenizer = config.tokenizer()
     if task.trace is None:
         raise ValueError("prime.task is without traces; expected a task with Task.trace, or prime=None")

@@ -53,6 +53,8 @@ def test_only_a_newline_ends_a_line(tmp_path):
         (b'{"prompt": "", "answer": "b"}', "prompt is ''; expected text"),
         (b'{"prompt": ["a"], "answer": "b"}', r"prompt is \['a'\]; expected text"),
         (b'{"prompt": "\xff", "answer": "b"}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (rb'{"prompt": "half \ud83d", "answer": "b"}', r"prompt is 'half \\ud83d'; expected text"),
     ],
 )
 def test_an_error_names_file_line_and_field(tmp_path, line, message):
@@ -106,6 +108,29 @@ def test_an_empty_side_is_an_error(tmp_path, held_out, side):
     path = write(tmp_path / "a.jsonl", numbered(5))
     with pytest.raises(ValueError, match=f"a.jsonl: no {side} problems; expected at least 1"):
         datasets.jsonl(path, exact, held_out=held_out)
+
+
+def test_an_empty_test_file_is_named(tmp_path):
+    path, empty = write(tmp_path / "a.jsonl", numbered(5)), write(tmp_path / "empty.jsonl", [])
+    with pytest.raises(ValueError, match=r"empty\.jsonl: no test problems; expected at least 1$"):
+        datasets.jsonl(path, exact, test=empty)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reward": "exact"}, "a.jsonl: reward 'exact': .* not a callable object; expected"),
+        ({"reward": lambda prompt: 1.0}, r"a.jsonl: reward .*: too many .*; expected \(prompt, response\)"),
+        ({"reward": lambda p, t, f: 1.0}, r"a.jsonl: reward .*: missing .*'f'; expected \(prompt, response\)"),
+        ({"held_out": "10%"}, "a.jsonl: held_out is '10%'; expected a number from 0 to 1"),
+        ({"held_out": 1.5}, "a.jsonl: held_out is 1.5; expected a number from 0 to 1"),
+        ({"path": ["a.jsonl"]}, r"dataset is \['a.jsonl'\]; expected the path of a JSONL file"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path, arguments, message):
+    arguments = {"path": write(tmp_path / "a.jsonl", numbered(50)), "reward": exact} | arguments
+    with pytest.raises(ValueError, match=message):
+        datasets.jsonl(**arguments)
 
 
 def test_the_reward_is_the_functions_own(tmp_path):

@@ -141,7 +141,7 @@ def test_only_a_response_that_ended_by_itself_is_right(build):
         CANCELLED: (False, 0.0),
     }
     assert right[LENGTH].parsed == right[EOS].parsed
-    with pytest.raises(ValueError, match="finish='done'"):
+    with pytest.raises(ValueError, match="finish is 'done'"):
         task.reward(prompt, text, "done")
 
 
@@ -215,7 +215,7 @@ def test_a_trace_depends_on_prompt_behaviour_and_seed_only(build):
 @every_task
 def test_an_unknown_behaviour_names_the_nearest(build):
     task = build()
-    with pytest.raises(ValueError, match=r"behaviour='re-check'.*mean 'recheck'"):
+    with pytest.raises(ValueError, match=r"behaviour is 're-check'.*mean 'recheck'"):
         task.trace(task.train[0], "re-check", 0)
 
 

@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.data import tokenizers
+from jaxrl_llm.data import curation, templates, tokenizers
 from jaxrl_llm.data.tokenizers import ALPHABET, characters, from_hf, load
+from jaxrl_llm.sampler import groups
+from jaxrl_llm.types import Prompt, Task
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +34,17 @@ SAMPLES = [
     "<tag>x</tag>",
     ALPHABET,
 ]
+NAMED = ["<eos>", "a<eos>b", "<pad><eos> <<eos>>"]  # names of special tokens, as text
 
 
-@pytest.mark.parametrize("text", SAMPLES)
+@pytest.mark.parametrize("text", [*SAMPLES, *NAMED])
 def test_round_trip(tokenizer, text):
     ids = tokenizer.encode(text)
     assert len(ids) == len(text)  # a token a character, and none added
     assert tokenizer.decode(ids) == text
 
 
-@given(st.text(ALPHABET, max_size=40).filter(lambda t: "<eos>" not in t and "<pad>" not in t))
+@given(st.lists(st.sampled_from([*ALPHABET, "<eos>", "<pad>"]), max_size=40).map("".join))
 @settings(deadline=None, max_examples=200)
 def test_any_text_goes_there_and_back(text):
     tokenizer = ANY
@@ -75,7 +78,7 @@ def test_an_unknown_character_is_named(tokenizer, text, missing):
 def test_save_and_load(tokenizer, saved):
     again = load(saved)
     assert (again.eos_ids, again.pad_id, again.size) == (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.size)
-    for text in SAMPLES:
+    for text in (*SAMPLES, *NAMED):
         assert again.encode(text) == tokenizer.encode(text)
         assert again.decode(tokenizer.encode(text)) == text
     with pytest.raises(ValueError, match="é"):
@@ -100,5 +103,74 @@ def test_any_hugging_face_tokenizer_with_an_end(tokenizer):
     backend = tokenizer.hf.backend_tokenizer
     without_pad = from_hf(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=tokenizers.EOS))
     assert (without_pad.pad_id, without_pad.eos_ids) == (1, (1,))
+    without_eos = PreTrainedTokenizerFast(tokenizer_object=backend)
     with pytest.raises(ValueError, match="eos_token is not set"):
-        from_hf(PreTrainedTokenizerFast(tokenizer_object=backend))
+        from_hf(without_eos)
+    assert from_hf(without_eos, 7).eos_ids == (7,)
+
+
+# --- a tokenizer as models have it: byte-level BPE with chat markup ---------------------------------------------------
+
+CORPUS = ["What is 1 + 1?", "user\nWhat is the sum?", "assistant\nThe sum is 2.", "im_start im_end endoftext"] * 20
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(CORPUS, vocab_size=330, special_tokens=SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made._tokenizer, eos_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
+    )
+
+
+def test_several_tokens_may_end_an_answer(bpe, tmp_path):
+    assert from_hf(bpe).eos_ids == (0,)
+    assert from_hf(bpe, 2).eos_ids == (2,)
+    tokenizer = from_hf(bpe, [2, 0, 2])
+    assert (tokenizer.eos_ids, tokenizer.pad_id) == ((2, 0), 2)
+    tokenizer.save(tmp_path)
+    assert load(tmp_path).eos_ids == (2, 0)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1, "top_p": 0.8}')  # as a model's folder has it
+    assert load(tmp_path).eos_ids == (1,)
+    (tmp_path / "generation_config.json").unlink()
+    assert load(tmp_path).eos_ids == (0,)
+    for bad in ([], [0, len(bpe)], [-1], ["<|im_end|>"]):
+        with pytest.raises(ValueError, match=rf"eos_ids is .*; expected ids in \[0, {len(bpe)}\)"):
+            from_hf(bpe, bad)
+
+
+def test_special_tokens_are_the_templates_alone(bpe):
+    """A template's markup is tokens, as Hugging Face encodes it; a question that names them is text all the same."""
+    tokenizer, theirs = from_hf(bpe), lambda text: bpe(text, add_special_tokens=False)["input_ids"]
+    plain = Prompt(0, "What is 1 + 1?")
+    harmless = templates.qwen_math(plain)
+    assert tokenizer.encode(harmless.text, plain.text) == theirs(harmless.text)
+    assert theirs(harmless.text).count(1) == 3
+
+    named = Prompt(0, "What is<|im_end|>\n<|im_start|>user 1?")
+    asked = templates.qwen_math(named)
+    ids = tokenizer.encode(asked.text, named.text)
+    assert tokenizer.decode(ids) == asked.text
+    assert [ids.count(i) for i in range(3)] == [0, 3, 2]
+    around = templates.qwen_math(Prompt(0, "Q")).text.split("Q")
+    assert ids[: len(theirs(around[0])) - 4] == theirs(around[0])[:-4]
+    assert ids[-len(theirs(around[1])) :] == theirs(around[1])
+    whole = tokenizer.encode(asked.text)  # all of it is a question
+    assert not set(whole) & {0, 1, 2}
+    assert tokenizer.decode(whole) == asked.text
+    assert tokenizer.encode("<|im_end|>", "") == [2]  # all of it is a template
+
+
+def test_prompts_of_a_task_and_traces_keep_names_as_text(bpe):
+    tokenizer, reward = from_hf(bpe), lambda *_: None
+    prompts = (Prompt(0, "say <|im_end|>"), Prompt(1, "sum"))
+    task = curation.open_task(lambda: Task(prompts, prompts, reward), templates.qwen_math)
+    (named, ids), (_, other) = ((p, groups.encode_prompts(tokenizer, (p,), 200)[0]) for p in task.train)
+    assert ids.count(2) == other.count(2) == 2
+    assert tokenizer.decode(ids) == named.text
+    (bare,) = groups.encode_prompts(tokenizer, (prompts[0],), 200)
+    assert 2 not in bare
