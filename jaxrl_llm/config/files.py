@@ -110,9 +110,7 @@ def load(path: Path | str, assignments: tuple[str, ...] = (), algorithm: str | N
             raise ValueError(f"experiment {path}: CONFIG is {config!r}; expected CONFIG = Config(…)")
     if algorithm is not None:
         config = replace(config, algorithm=named(algorithm))
-    for assignment in assignments:
-        config = override(config, assignment)
-    return validate(config)
+    return validate(override(config, *assignments))
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from jaxrl_llm.types import Optimizer
 
 ROOT = Path(__file__).parents[2]
 TINY = ModelConfig(vocab_size=112, layers=1, width=16, heads=2, kv_heads=1, head_width=8, mlp_width=16)
+MEMORY, SELECT = "jaxrl_llm.objective.advantages:dcpo_sas_init", "jaxrl_llm.objective.losses:select_clip_cov"
 BASE = Config(
     task=partial(tasks.chain, terms=(4, 10)),
     model=TINY,
@@ -38,9 +40,7 @@ BASE = Config(
 
 
 def assign(*assignments, config=BASE):
-    for assignment in assignments:
-        config = override(config, assignment)
-    return config
+    return override(config, *assignments)
 
 
 # ---- overrides
@@ -112,6 +112,36 @@ def test_override_of_a_function_that_is_a_keyword_without_annotation():
         assign("task.graded=5", config=config)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        ("algorithm.loss=jaxrl_llm.objective.losses:gspo", "algorithm.norm=sequence"),
+        ("algorithm.advantage=jaxrl_llm.objective.advantages:dcpo_sas", f"algorithm.memory={MEMORY}"),
+        ("algorithm.loss=jaxrl_llm.objective.losses:clip_cov", f"algorithm.updates.select={SELECT}"),
+        ("rollout.allow_filtered=true", "rollout.top_k=5"),
+    ],
+)
+def test_fields_that_need_each_other_come_in_any_order(assignments, turned):
+    changed = validate(
+        assign(*assignments[:: -1 if turned else 1], config=replace(BASE, algorithm=ALGORITHMS["dr_grpo"]))
+    )
+    for assignment in assignments:
+        path, _, text = assignment.partition("=")
+        value = attrgetter(path)(changed)
+        assert text.endswith(getattr(value, "__name__", str(value).lower()))
+
+
+def test_of_two_values_for_a_field_the_last_counts_and_a_new_function_takes_the_later_keywords():
+    assert assign("steps=3", "steps=5").steps == 5
+    loss = assign(
+        "algorithm.loss.clip_high=9", "algorithm.loss=jaxrl_llm.objective.losses:cispo", "steps=4"
+    ).algorithm.loss
+    assert loss is losses.cispo
+    loss = assign("algorithm.loss=jaxrl_llm.objective.losses:cispo", "algorithm.loss.ratio_max=3").algorithm.loss
+    assert (loss.func, loss.keywords) == (losses.cispo, {"ratio_max": 3.0})
+
+
 def test_override_of_a_whole_function_by_name():
     algorithm = assign("algorithm.loss=jaxrl_llm.objective.losses:reinforce").algorithm
     assert algorithm.loss is losses.reinforce
@@ -139,7 +169,7 @@ def test_an_int_becomes_a_float_where_one_is_wanted():
         ("algorithm.loss=no_such.module:f", ["no_such", "module:function"]),
         ("algorithm.correction=jaxrl_llm.objective.losses:tis", ["jaxrl_llm.objective.losses", "'tis'"]),
         ("rollout.prompts", ["rollout.prompts", "path.to.field=value"]),
-        ("prime.stages.7.batches=3", ["prime.stages.7.batches", "'7'"]),
+        ("prime.stages.7.batches=3", ["prime.stages.7", "'7'"]),
         ("steps.more=3", ["steps.more", "100"]),
         ("rollout.prompts=many", ["rollout.prompts", "'many'", "int"]),
         ("rollout.prompts=2.5", ["rollout.prompts", "2.5", "int"]),
@@ -547,7 +577,7 @@ def class_in(annotation, fields):
 
 
 def reads(sources):
-    """Of all modules but config.py, where fields are declared and validated, and catalogue.py, which tells of them."""
+    """Of all modules but those of config, where fields are declared and validated, and of the catalogue of methods."""
     trees = {path: ast.parse(text) for path, text in sources.items()}
     classes = {n.name: n for t in trees.values() for n in ast.walk(t) if isinstance(n, ast.ClassDef)}
     fields = {
@@ -557,7 +587,7 @@ def reads(sources):
     fields = {c: {f: class_in(a, fields) for f, a in annotated.items()} for c, annotated in fields.items()}
     found = set()
     for path, tree in trees.items():
-        if path.name not in ("config.py", "catalogue.py"):
+        if path.parent.name != "config" and path.name != "catalogue.py":
             visitor = Reads(fields)
             visitor.visit(tree)
             found |= visitor.found
