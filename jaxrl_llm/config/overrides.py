@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import re
 import types as pytypes
 import typing
@@ -108,6 +109,7 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
         if isinstance(value, Mapping):
             return {k: coerce(args[1], v, f"{where}.{k}") for k, v in value.items()}
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        expect(math.isfinite(value), where, value, "a finite number")
         return float(value)
     elif isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrl_llm.data import tokenizers
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.types import Optimizer
 

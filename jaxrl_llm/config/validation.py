@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import typing
 from collections.abc import Callable
 from functools import partial
@@ -11,14 +12,16 @@ from operator import attrgetter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from jaxrl_llm.config import functions
+from jaxrl_llm.config.dry_run import dry_run, one_answer_suffices
 from jaxrl_llm.config.functions import unbound
 from jaxrl_llm.config.overrides import coerce
 from jaxrl_llm.config.tree import Config, Prime, Rollout
-from jaxrl_llm.objective import advantages
-from jaxrl_llm.objective.algorithms import Algorithm, Critic, call, wants
-from jaxrl_llm.types import Optimizer, Prompt, expect
+from jaxrl_llm.data.tokenizers import Tokenizer
+from jaxrl_llm.models.shape import ModelConfig
+from jaxrl_llm.objective.algorithms import Algorithm, Critic, wants
+from jaxrl_llm.types import EOS, Optimizer, Prompt, Task, expect
 
 AT_LEAST = {
     1: "steps micro_batches rollout.prompts rollout.group_size rollout.max_prompt_tokens rollout.max_response_tokens "
@@ -47,13 +50,14 @@ def validate(config: Config) -> Config:
     ways, parts = m.data * m.fsdp, a.updates_per_batch * config.micro_batches
     expected = "a multiple of mesh.data × mesh.fsdp × algorithm.updates_per_batch × micro_batches = "
     expected += f"{m.data} × {m.fsdp} × {a.updates_per_batch} × {config.micro_batches}"
-    expect(r.prompts % (ways * parts) == 0, "rollout.prompts", r.prompts, expected)
+    left, over = divmod(r.prompts, ways * a.updates_per_batch)  # prompts of an update on a device, if it comes out even
+    many = f"rollout.prompts={math.ceil(r.prompts / (ways * parts)) * ways * parts}"
+    remedy = many if over else f"micro_batches={math.gcd(left, config.micro_batches)}"
+    expect(r.prompts % (ways * parts) == 0, "rollout.prompts", r.prompts, f"{expected} (--set {remedy})")
     expect(r.slots % ways == 0, "rollout.slots", r.slots, f"a multiple of mesh.data × mesh.fsdp = {ways}")
     _validate_sampler(r, ways)
     _validate_algorithm(a, config, ways)
-    heads, kv_heads, head_width = config.model.heads, config.model.kv_heads, config.model.head_width
-    expect(heads % kv_heads == 0, "model.heads", heads, f"a multiple of model.kv_heads = {kv_heads}")
-    expect(head_width % 2 == 0, "model.head_width", head_width, "an even number")
+    _validate_model(config.model)
     _validate_optimizer(config.optimizer, "optimizer")
     if config.prime is not None:
         _validate_prime(config.prime, ways * config.micro_batches)
@@ -62,27 +66,52 @@ def validate(config: Config) -> Config:
     return config
 
 
+def made(config: Config) -> tuple[Tokenizer, Task]:
+    """What the config's functions make. Raises ValueError for what is no tokenizer, or no task with a reward."""
+    tokenizer, task, size = config.tokenizer(), config.task(), config.model.vocab_size
+    expect(isinstance(tokenizer, Tokenizer), "tokenizer()", tokenizer, "a data.tokenizers.Tokenizer (see from_hf)")
+    expect(tokenizer.size <= size, "model.vocab_size", size, f"at least {tokenizer.size} (tokenizer)")
+    expect(isinstance(task, Task), "task()", task, "a types.Task")
+    expect(callable(task.reward), "task().reward", task.reward, "a function of prompt, response and finish")
+    _validate_call(task.reward, "task().reward", Prompt(0, ""), "", EOS)
+    return tokenizer, task
+
+
+def _validate_model(m: ModelConfig) -> None:
+    expect(m.heads % m.kv_heads == 0, "model.heads", m.heads, f"a multiple of model.kv_heads = {m.kv_heads}")
+    expect(m.head_width % 2 == 0, "model.head_width", m.head_width, "an even number")
+    scaling = dataclasses.asdict(m.rope_scaling) if m.rope_scaling else {}
+    positive = {"rope_theta": m.rope_theta, "norm_eps": m.norm_eps}
+    for name, value in (positive | {f"rope_scaling.{k}": v for k, v in scaling.items()}).items():
+        expect(value > 0, f"model.{name}", value, "a positive number")
+    if scaling:
+        low, high = m.rope_scaling.low_freq_factor, m.rope_scaling.high_freq_factor
+        expect(low < high, "model.rope_scaling.low_freq_factor", low, f"less than high_freq_factor = {high}")
+
+
 def _validate_sampler(r: Rollout, ways: int) -> None:
     expected = f"0, or room for a group on each of the mesh's {ways} shards: at least {ways * r.group_size}"
     expect(ways == 1 or r.slots == 0 or r.slots >= ways * r.group_size, "rollout.slots", r.slots, expected)
-    own = r.mode == "sync" and not r.servers and not r.budget
+    exact = r.mode == "sync" and not r.servers and not r.budget
     expected = "False unless rollout.mode is sync, rollout.servers is empty and rollout.budget is 0"
-    expect(own or not r.zero_gap, "rollout.zero_gap", r.zero_gap, expected)
-    many = r.mode != "sync" and not r.servers and jax.process_count() > 1
+    expect(exact or not r.zero_gap, "rollout.zero_gap", r.zero_gap, expected)
+    threads_on_hosts = r.mode != "sync" and not r.servers and jax.process_count() > 1
     expected = "sync with several processes that sample themselves: threads on several hosts would wait for each other"
-    expect(not many, "rollout.mode", r.mode, expected)
+    expect(not threads_on_hosts, "rollout.mode", r.mode, expected)
     expected = f"below rollout.max_response_tokens = {r.max_response_tokens}, or 0"
     expect(r.budget < r.max_response_tokens, "rollout.budget", r.budget, expected)
+    expect("" not in r.stop, "rollout.stop", r.stop, "texts that are not empty")
     for i, server in enumerate(r.servers):
         host, _, port = server.rpartition(":")
         expect(host and port.isdecimal(), f"rollout.servers.{i}", server, "host:port")
 
 
 def _validate_algorithm(a: Algorithm, config: Config, ways: int) -> None:
-    r, fn = config.rollout, unbound(a.advantage)[0]
-    needs_two = fn.__name__ if fn in (advantages.rloo, advantages.passk) else "algorithm.group_filter"
-    if a.group_filter is not None or needs_two != "algorithm.group_filter":
-        expect(r.group_size > 1, "rollout.group_size", r.group_size, f"at least 2 for {needs_two}")
+    r = config.rollout
+    if r.group_size == 1:
+        expect(a.group_filter is None, "rollout.group_size", 1, "at least 2 for algorithm.group_filter")
+        expected = f"at least 2 for {unbound(a.advantage)[0].__name__}: the advantage of one answer alone is 0"
+        expect(one_answer_suffices(a), "rollout.group_size", 1, expected)
     top = a.prompts.retire_above
     expect(top is None or 0 < top <= 1, "algorithm.prompts.retire_above", top, "None or a rate in (0, 1]")
     expect(
@@ -107,7 +136,7 @@ def _validate_algorithm(a: Algorithm, config: Config, ways: int) -> None:
     c = a.critic
     if c is not None:
         _validate_critic(c, r.prompts, ways * config.micro_batches)
-    _dry_run(a, r.max_response_tokens)
+    dry_run(a, r.max_response_tokens)
 
 
 def _validate_critic(c: Critic, prompts: int, ways: int) -> None:
@@ -119,37 +148,9 @@ def _validate_critic(c: Critic, prompts: int, ways: int) -> None:
     expect(c.clip is None or c.clip > 0, "algorithm.critic.clip", c.clip, "None or a positive number")
     parts = ways * c.mini_batches
     expected = f"a divisor of rollout.prompts / (mesh.data × mesh.fsdp × micro_batches) = {prompts} / {ways}"
+    expected += f" (--set algorithm.critic.mini_batches={math.gcd(prompts // ways, c.mini_batches)})"
     expect(prompts % parts == 0, "algorithm.critic.mini_batches", c.mini_batches, expected)
     _validate_optimizer(c.optimizer, "algorithm.critic.optimizer")
-
-
-def _dry_run(a: Algorithm, max_len: int) -> None:
-    """Trace the functions on two responses to one prompt, so that a bad hyper-parameter is known before any work."""
-    tokens, row, group = jnp.zeros((2, 3)), jnp.zeros(2), jnp.zeros((1, 2))
-    mask, key = jnp.ones((2, 3), bool), jax.random.key(0)
-    by_token = ("logp", "old_logp", "sampler_logp", "adv", "values", "kl", "entropy", "log_router_ratio")
-    have = dict.fromkeys(by_token, tokens) | {"mask": mask, "selected": mask, "key": key, "beta": 0.0}
-    of_prompts = {"rewards": group, "lengths": group, "correct": group > 0, "n_tokens": group, "max_len": max_len}
-    of_rows = {"rewards": row, "correct": row > 0, "n_tokens": row, "n_gold": row, "max_len": max_len}
-    memory = None if a.memory is None else call(a.memory, {"n_prompts": 1})
-    ids = jnp.zeros(1, int)
-    for name, given in {
-        "loss": have,
-        "correction": have,
-        "updates.select": have,
-        "updates.token_filter": have,
-        "updates.phases": have,
-        "token_advantage": have | {"rewards": row if a.critic is None else tokens},
-        "advantage": of_prompts | {"mask": mask[None], "prompt_ids": ids, "state": memory, "kept": mask[:1, 0]},
-        "shaping.length_reward": of_prompts,
-        "shaping.reward": of_rows,
-    }.items():
-        fn = attrgetter(name)(a)
-        if fn is not None:
-            try:
-                jax.eval_shape(lambda fn=fn, given=given: call(fn, given))
-            except ValueError as error:
-                raise ValueError(f"algorithm.{name}: {error}") from error
 
 
 def _validate_optimizer(o: Optimizer, path: str) -> None:
@@ -176,13 +177,24 @@ def _validate_prime(prime: Prime, ways: int) -> None:
         _validate_call(prime.task, "prime.task")
 
 
-def _validate_call(make: Callable, name: str) -> None:
-    """`make()` would get all the arguments that it needs, and none that it does not know."""
-    fn, keywords = unbound(make)
+def _validate_call(make: Callable, name: str, *arguments: Any) -> None:
+    """`make(*arguments)` gets all that it needs, and nothing that it does not know; a function that it takes is one,
+    of as many arguments as its annotation says.
+    """
+    inner = make if isinstance(make, partial) else partial(make)
+    fn = inner.func
     try:
-        inspect.signature(fn).bind(**keywords)
+        inspect.signature(fn).bind(*inner.args, *arguments, **inner.keywords)
     except TypeError as error:
-        raise ValueError(f"{name}: {fn.__name__}: {error}") from error
+        raise ValueError(f"{name}: {getattr(fn, '__name__', fn)}: {error}") from error
+    known = functions.hints(fn)
+    for keyword, value in unbound(inner)[1].items():
+        hint = known.get(keyword)
+        if functions.is_function(hint):
+            coerce(hint, value, f"{name}.{keyword}")
+            given = typing.get_args(hint)[:1]
+            if given and isinstance(given[0], list):
+                _validate_call(value, f"{name}.{keyword}", *given[0])
 
 
 def _types(node: Any, path: str) -> None:
@@ -190,6 +202,7 @@ def _types(node: Any, path: str) -> None:
     for f in dataclasses.fields(node):
         value, where = getattr(node, f.name), f"{path}{f.name}"
         coerce(hints[f.name], value, where)
+        expect(not isinstance(value, list), where, value, "a tuple")  # --set takes a list for it: it makes a tuple
         for i, inner in enumerate(value if isinstance(value, tuple) else (value,)):
             if dataclasses.is_dataclass(inner):
                 _types(inner, f"{where}.{i}." if isinstance(value, tuple) else f"{where}.")
