@@ -96,6 +96,7 @@ class Config:
     micro_batches: int = 1
     seed: int = 0
     logged_samples: int = 4  # a step, into samples.jsonl
+    compile_cache: str = "auto"  # folder of XLA's compiled programs; auto: in the project's cache, "": none
 
     @property
     def total_steps(self) -> int:

@@ -90,11 +90,6 @@ def cache_key(config: Config) -> str:
     return digest.hexdigest()[:16]
 
 
-def cache_folder() -> Path:
-    """Where finished bases are kept: $JAXRL_CACHE, or ~/.cache/jaxrl_llm."""
-    return Path(os.environ.get("JAXRL_CACHE", Path.home() / ".cache" / "jaxrl_llm"))
-
-
 def prime(config: Config, folder: Path, mesh: Mesh, stopping: Callable[[], bool], say: Callable[[str], None]) -> Any:
     """Parameters of the base policy, from `folder`, else from the cache, else trained into both.
 
@@ -103,7 +98,7 @@ def prime(config: Config, folder: Path, mesh: Mesh, stopping: Callable[[], bool]
     Raises ValueError when the folder holds another base policy, or when the task has no traces to learn from.
     """
     total = sum(s.batches for s in config.prime.stages)
-    cached = cache_folder() / cache_key(config)
+    cached = configs.cache_folder() / cache_key(config)
     if not folder.exists() and cached.exists():
         say(f"base policy from {cached}")
         shutil.copytree(cached, folder)

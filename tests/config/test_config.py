@@ -596,6 +596,42 @@ def test_json_of_another_shape_is_an_error():
             configs.from_json(wrong)
 
 
+def test_the_version_that_wrote_a_config_is_kept_beside_it_and_named_when_it_cannot_be_read():
+    data = json.loads(configs.dumps(BASE))
+    assert data["jaxrl_llm"] == jaxrl_llm.__version__
+    assert configs.to_json(configs.from_json(data)) == configs.to_json(BASE)
+    newer = {**data, "jaxrl_llm": "9.0.0"}
+    assert configs.differences(newer, data) == configs.differences(newer, configs.to_json(BASE)) == []
+    configs.from_json(newer)
+    with pytest.raises(ValueError, match=r"no field 'quantum' in Config; .* \(written by jaxrl_llm 9.0.0, this is 0\."):
+        configs.from_json({**newer, "quantum": 1})
+
+
+def test_a_runs_folder_stands_for_its_config(tmp_path):
+    with pytest.raises(ValueError, match="config.json is missing; expected the folder of a run"):
+        configs.load(tmp_path)
+    (tmp_path / "config.json").write_text(configs.dumps(BASE))
+    assert configs.to_json(configs.load(tmp_path, ("steps=5",))) == configs.to_json(replace(BASE, steps=5))
+
+
+def test_paths_in_an_experiment_are_relative_to_it(tmp_path, monkeypatch):
+    file = tmp_path / "mine" / "alone.py"
+    file.parent.mkdir()
+    file.write_text(ALONE.replace("from tests.config.test_config import BASE", f"from {__name__} import BASE"))
+    assert configs.load(file).task.keywords["path"] == "x"  # nothing of this name lies there
+    (file.parent / "x").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    config = configs.load(Path("mine/alone.py"))
+    assert config.task.keywords["path"] == str(file.parent / "x")
+    assert through_json(config).task.keywords["path"] == str(file.parent / "x")
+    assert configs.load(file, ("task.path=y",)).task.keywords["path"] == "y"
+
+
+def test_an_empty_cache_variable_is_none(monkeypatch):
+    monkeypatch.setenv("JAXRL_CACHE", "")
+    assert configs.cache_folder() == Path.home() / ".cache" / "jaxrl_llm"
+
+
 def test_differences_name_the_fields_and_both_values():
     new = assign("optimizer.lr=0.5", "algorithm.loss.clip_high=0.3", "prime=none", "steps=7")
     assert configs.differences(configs.to_json(BASE), configs.to_json(BASE)) == []
