@@ -17,21 +17,20 @@ from jaxrl_llm import __version__
 if TYPE_CHECKING:  # importing it takes a second; what the command line itself gets wrong should not wait for it
     from jaxrl_llm.config import Config
 
-Set = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="path.to.field=value")]
+_changes = tyro.conf.arg("set", metavar="path.to.field=value", help="override a field of CONFIG; may be given again.")
+Set = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], _changes]
+_method = tyro.conf.arg(help="a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.")
+Method = Annotated[str | None, _method]
+Out = Annotated[str | None, tyro.conf.arg(help="the run's folder; runs/<name of the experiment> if left out.")]
 File = tyro.conf.Positional[Path]
 
 
-def train(
-    experiment: File, set_: Set = (), algorithm: str | None = None, resume: bool = False, out: str | None = None
-) -> None:
+def train(experiment: File, set_: Set = (), algorithm: Method = None, resume: bool = False, out: Out = None) -> None:
     """Run an experiment: a base policy, then reinforcement learning.
 
     Args:
         experiment: a Python file with CONFIG = Config(…).
-        set_: override a field of CONFIG; may be given again.
-        algorithm: a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.
         resume: go on from the newest checkpoint in --out, exactly.
-        out: the run's folder; runs/<name of the experiment> if left out.
     """
     config, folder = _load(experiment, set_, algorithm), _folder(out, experiment)
     from jaxrl_llm.reports import curves
@@ -50,19 +49,15 @@ def train(
     held_out = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
     problems = min(config.evaluation.problems, len(config.task().test))
     print(f"held-out accuracy on {problems} problems: {held_out[0]:.1%} before, {held_out[-1]:.1%} after")
-    print(
-        f"curves: {folder / 'curves.png'}   metrics: {folder / 'metrics.jsonl'}   samples: {folder / 'samples.jsonl'}"
-    )
+    names = {"curves": "curves.png", "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
+    print("   ".join(f"{what}: {folder / name}" for what, name in names.items()))
 
 
-def sft(experiment: File, set_: Set = (), algorithm: str | None = None, out: str | None = None) -> None:
+def sft(experiment: File, set_: Set = (), algorithm: Method = None, out: Out = None) -> None:
     """Make an experiment's base policy alone, measure it, keep it.
 
     Args:
         experiment: a Python file with CONFIG = Config(…) and a `prime` stage.
-        set_: override a field of CONFIG; may be given again.
-        algorithm: a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.
-        out: the run's folder; runs/<name of the experiment> if left out.
     """
     config, folder = _load(experiment, set_, algorithm), _folder(out, experiment)
     if config.prime is None:
@@ -135,14 +130,13 @@ def serve(
     metrics_port: int | None = None,
     unwatched: bool = False,
 ) -> None:
-    """Serve a sampler to learners elsewhere and to JetStream's own clients.
+    """Serve a sampler to learners elsewhere and to JetStream's clients.
 
     A learner finds it by `--set 'rollout.servers=["host:port"]'`. The token that callers must bring is $JAXRL_TOKEN;
     without one it listens on loopback alone.
 
     Args:
         source: an experiment file, whose learner will send weights, or a run's folder, for its newest checkpoint.
-        set_: override a field of CONFIG; may be given again.
         host: address to listen on.
         port: port to listen on.
         cert: PEM file of its certificate, for TLS.
@@ -195,13 +189,11 @@ def gap(run: File, problems: int = 64, samples: int = 4, worst: int = 10, out: P
     print(f"numbers: {gaps.write(found, out, learner, step)}   picture: {out / 'gap.png'}")
 
 
-def show(experiment: File, set_: Set = (), algorithm: str | None = None) -> None:
+def show(experiment: File, set_: Set = (), algorithm: Method = None) -> None:
     """Print an experiment's whole config as JSON.
 
     Args:
         experiment: a Python file with CONFIG = Config(…), or a run's folder.
-        set_: override a field of CONFIG; may be given again.
-        algorithm: a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.
     """
     config = _load(experiment, set_, algorithm)
     from jaxrl_llm.config import to_json

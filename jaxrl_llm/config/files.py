@@ -143,7 +143,8 @@ def _located(config: Config, folder: Path) -> Config:
 
     def located(make: Any) -> Any:
         fn, keywords = unbound(make)
-        paths = [n for n, h in functions.hints(fn).items() if Path in (h, *typing.get_args(h)) and keywords.get(n)]
+        known = {n: h for n, h in functions.hints(fn).items() if isinstance(keywords.get(n), str | Path)}
+        paths = [n for n, h in known.items() if Path in (h, *typing.get_args(h))]
         found = {n: str(folder / keywords[n]) for n in paths if (folder / keywords[n]).exists()}
         return partial(fn, **keywords | found) if found else make
 

@@ -23,7 +23,7 @@ from jaxrl_llm.models.transformer import ModelConfig, RopeScaling
 from jaxrl_llm.objective import advantages, filters, losses
 from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Shaping, Updates
 from jaxrl_llm.rewards import length
-from jaxrl_llm.types import Optimizer
+from jaxrl_llm.types import Optimizer, Prompt, Task
 
 ROOT = Path(__file__).parents[2]
 TINY = ModelConfig(vocab_size=112, layers=1, width=16, heads=2, kv_heads=1, head_width=8, mlp_width=16)
@@ -373,6 +373,33 @@ def test_what_a_function_returns_is_checked_before_any_work(config, message):
     with pytest.raises(ValueError, match=message) as caught:
         validate(config)
     assert "\n" not in str(caught.value)
+
+
+def _no_reward():
+    return Task((Prompt(0, "1"),), (Prompt(1, "2"),), None)
+
+
+def _short_reward():
+    return Task((Prompt(0, "1"),), (Prompt(1, "2"),), lambda prompt, text: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"task": lambda: []}, r"type\(task\(\)\) is 'list'; expected jaxrl_llm.types.Task"),
+        ({"task": _no_reward}, r"task\(\).reward is None; expected a function of prompt, response and finish"),
+        ({"task": _short_reward}, r"task\(\).reward: <lambda>: too many positional arguments"),
+        (
+            {"tokenizer": lambda: tokenizers.characters().hf},
+            r"type\(tokenizer\(\)\) is 'T\w+'; expected jaxrl_llm.data.*",
+        ),
+        ({"model": replace(TINY, vocab_size=90)}, r"model.vocab_size is 90; expected at least 98 \(tokenizer\)"),
+    ],
+)
+def test_what_the_task_and_the_tokenizer_are_is_known_before_a_base_policy_is_made(changed, message):
+    configs.made(BASE)
+    with pytest.raises(ValueError, match=message):
+        learner.build(replace(BASE, **changed))
 
 
 def test_functions_outside_of_jit_may_be_written_in_numpy():
