@@ -17,7 +17,9 @@ from jaxrl_llm import __version__
 if TYPE_CHECKING:  # importing it takes a second; what the command line itself gets wrong should not wait for it
     from jaxrl_llm.config import Config
 
-_changes = tyro.conf.arg("set", metavar="path.to.field=value", help="override a field of CONFIG; may be given again.")
+_changes = tyro.conf.arg(
+    name="set", metavar="path.to.field=value", help="override a field of CONFIG; may be given again."
+)
 Set = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], _changes]
 _method = tyro.conf.arg(help="a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.")
 Method = Annotated[str | None, _method]
@@ -73,7 +75,7 @@ def sft(experiment: File, set_: Set = (), algorithm: Method = None, out: Out = N
 
 
 def evaluate(run: File, problems: int = 512, samples: int = 1) -> None:
-    """Measure a run's newest checkpoint: held-out avg@k, pass@k, lengths.
+    """Measure a run's newest checkpoint: held-out avg@k, pass@k.
 
     Args:
         run: the run's folder.
@@ -97,7 +99,7 @@ def evaluate(run: File, problems: int = 512, samples: int = 1) -> None:
 
 
 def sample(run: File, problem: tyro.conf.Positional[str], n: int = 1, seed: int = 0) -> None:
-    """Print answers of a run's newest checkpoint to a problem of yours.
+    """Print answers of a run's newest checkpoint to your problem.
 
     Args:
         run: the run's folder.
