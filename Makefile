@@ -25,6 +25,7 @@ test-all: .venv/dev
 lint: .venv/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports
 
 .venv/demo: setup.py constraints.txt
 	$(PYTHON) -m venv .venv

@@ -32,7 +32,7 @@ setup(
         "cuda": ["jax[cuda13]>=0.10.2"],
         "serve": ["google-jetstream==0.2.2"],
         "torch": ["torch"],
-        "dev": ["beartype", "hypothesis", "pytest", "pytest-xdist", "ruff"],
+        "dev": ["beartype", "hypothesis", "import-linter", "pytest", "pytest-xdist", "ruff"],
     },
     entry_points={"console_scripts": ["jaxrl=jaxrl_llm.cli:main"]},
 )

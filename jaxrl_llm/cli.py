@@ -4,88 +4,93 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jaxrl_llm import config as configs
+from jaxrl_llm import __version__
 
-Set = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="path.to.field=value")]
+if TYPE_CHECKING:  # importing it takes a second; what the command line itself gets wrong should not wait for it
+    from jaxrl_llm.config import Config
+
+_changes = tyro.conf.arg(
+    name="set", metavar="path.to.field=value", help="override a field of CONFIG; may be given again."
+)
+Set = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], _changes]
+_method = tyro.conf.arg(help="a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.")
+Method = Annotated[str | None, _method]
+Out = Annotated[str | None, tyro.conf.arg(help="the run's folder; runs/<name of the experiment> if left out.")]
 File = tyro.conf.Positional[Path]
 
 
-def train(
-    experiment: File, set_: Set = (), algorithm: str | None = None, resume: bool = False, out: Path | None = None
-) -> None:
-    """Run an experiment file: prime a base policy, then reinforcement learning.
+def train(experiment: File, set_: Set = (), algorithm: Method = None, resume: bool = False, out: Out = None) -> None:
+    """Run an experiment: a base policy, then reinforcement learning.
 
     Args:
         experiment: a Python file with CONFIG = Config(…).
-        set_: override a field of CONFIG; may be given again.
-        algorithm: a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.
         resume: go on from the newest checkpoint in --out, exactly.
-        out: the run's folder; runs/<name of the experiment> if left out.
     """
+    config, folder = _load(experiment, set_, algorithm), _folder(out, experiment)
     from jaxrl_llm.reports import curves
     from jaxrl_llm.run import trainer
 
-    config, out = configs.load(experiment, set_, algorithm), out or Path("runs") / experiment.stem
     _devices(config)
     try:
-        done = trainer.train(config, out, resume=resume, source=experiment)
+        done = trainer.train(config, folder, resume=resume, source=experiment)
     finally:  # also of a run that fails
-        if (out / "metrics.jsonl").exists():
-            curves.draw(out, title=out.name)
+        if (folder / "metrics.jsonl").exists():
+            curves.draw(folder, title=folder.name)
     if not done:
-        print(f"stopped; go on with: {trainer.resume_command(experiment, out, set_, algorithm)}")
+        print(f"stopped; go on with: {trainer.resume_command(experiment, folder, set_, algorithm)}")
         return
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     held_out = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
     problems = min(config.evaluation.problems, len(config.task().test))
     print(f"held-out accuracy on {problems} problems: {held_out[0]:.1%} before, {held_out[-1]:.1%} after")
-    print(f"curves: {out / 'curves.png'}   metrics: {out / 'metrics.jsonl'}   samples: {out / 'samples.jsonl'}")
+    names = {"curves": "curves.png", "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
+    print("   ".join(f"{what}: {folder / name}" for what, name in names.items()))
 
 
-def sft(experiment: File, set_: Set = (), algorithm: str | None = None, out: Path | None = None) -> None:
-    """The supervised stage of an experiment alone: make its base policy, measure it, keep it.
+def sft(experiment: File, set_: Set = (), algorithm: Method = None, out: Out = None) -> None:
+    """Make an experiment's base policy alone, measure it, keep it.
 
     Args:
         experiment: a Python file with CONFIG = Config(…) and a `prime` stage.
-        set_: override a field of CONFIG; may be given again.
-        algorithm: a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.
-        out: the run's folder; runs/<name of the experiment> if left out.
     """
-    from jaxrl_llm.run import trainer
-
-    config, out = configs.load(experiment, set_, algorithm), out or Path("runs") / experiment.stem
+    config, folder = _load(experiment, set_, algorithm), _folder(out, experiment)
     if config.prime is None:
         raise ValueError("prime is None; expected a Prime(…) for jaxrl sft")
+    from jaxrl_llm.run import trainer
+
     _devices(config)
-    row = trainer.prime_only(config, out, source=experiment)
+    row = trainer.prime_only(config, folder, source=experiment)
     if row is None:
         print("stopped; the same command goes on from here")
     else:
-        print(f"base policy in {out / 'base'}: held-out accuracy {row['eval/accuracy']:.1%}")
+        print(f"base policy in {folder / 'base'}: held-out accuracy {row['eval/accuracy']:.1%}")
 
 
 def evaluate(run: File, problems: int = 512, samples: int = 1) -> None:
-    """Held-out accuracy of a run's newest checkpoint: avg@k, pass@k (unbiased), lengths.
+    """Measure a run's newest checkpoint: held-out avg@k, pass@k.
 
     Args:
         run: the run's folder.
         problems: held-out problems to answer.
         samples: answers per problem (k).
     """
+    use_devices(_load(run))
     import jax
 
+    from jaxrl_llm import config as configs
     from jaxrl_llm.run import trainer
 
     learner, engine, step = trainer.load_policy(run)
-    asked = replace(learner.config.evaluation, problems=problems, samples=samples)
-    learner = replace(learner, config=configs.validate(replace(learner.config, evaluation=asked)))
+    chosen = replace(learner.config.evaluation, problems=problems, samples=samples)
+    learner = replace(learner, config=configs.validate(replace(learner.config, evaluation=chosen)))
     with jax.set_mesh(learner.mesh):
         row = trainer.evaluate_policy(learner, engine)
     print(f"{run} at step {step}, {min(problems, len(learner.task.test))} problems × {samples} samples")
@@ -94,7 +99,7 @@ def evaluate(run: File, problems: int = 512, samples: int = 1) -> None:
 
 
 def sample(run: File, problem: tyro.conf.Positional[str], n: int = 1, seed: int = 0) -> None:
-    """Answers of a run's newest checkpoint to a problem of yours.
+    """Print answers of a run's newest checkpoint to your problem.
 
     Args:
         run: the run's folder.
@@ -102,6 +107,7 @@ def sample(run: File, problem: tyro.conf.Positional[str], n: int = 1, seed: int 
         n: answers to draw.
         seed: other seeds draw other answers.
     """
+    use_devices(_load(run))
     import jax
 
     from jaxrl_llm.run import trainer
@@ -109,9 +115,9 @@ def sample(run: File, problem: tyro.conf.Positional[str], n: int = 1, seed: int 
     from jaxrl_llm.types import Prompt
 
     learner, engine, _ = trainer.load_policy(run)
-    most = learner.config.rollout.max_prompt_tokens
+    limit = learner.config.rollout.max_prompt_tokens
     with jax.set_mesh(learner.mesh):
-        answers = groups.sample_groups(engine, (Prompt(0, problem),), n, seed=seed, draws=[0], max_prompt_tokens=most)
+        answers = groups.sample_groups(engine, (Prompt(0, problem),), n, seed=seed, draws=[0], max_prompt_tokens=limit)
     for text, finish in zip(answers.texts, answers.finish, strict=True):
         print(text if finish == "eos" else f"{text}  [{finish}]")
 
@@ -126,13 +132,13 @@ def serve(
     metrics_port: int | None = None,
     unwatched: bool = False,
 ) -> None:
-    """A sampler for learners elsewhere (`--set 'rollout.servers=["host:port"]'`), and for JetStream's own clients.
+    """Serve a sampler to learners elsewhere and to JetStream's clients.
 
-    The token that callers must bring is $JAXRL_TOKEN; without one it listens on loopback alone.
+    A learner finds it by `--set 'rollout.servers=["host:port"]'`. The token that callers must bring is $JAXRL_TOKEN;
+    without one it listens on loopback alone.
 
     Args:
         source: an experiment file, whose learner will send weights, or a run's folder, for its newest checkpoint.
-        set_: override a field of CONFIG; may be given again.
         host: address to listen on.
         port: port to listen on.
         cert: PEM file of its certificate, for TLS.
@@ -140,6 +146,9 @@ def serve(
         metrics_port: of /metrics (Prometheus), /healthz and /readyz; none if left out.
         unwatched: serve in this process, which is not started again when it dies.
     """
+    config = _load(source, set_)
+    if unwatched:  # a watcher leaves the devices to the process that it watches
+        use_devices(config)
     from jaxrl_llm.serving import process as serving
 
     listen = {"host": host, "port": port, "metrics_port": metrics_port}
@@ -151,7 +160,9 @@ def serve(
 
 
 def gap(run: File, problems: int = 64, samples: int = 4, worst: int = 10, out: Path | None = None) -> None:
-    """How far samplers of several precisions and meshes are from the learner, at a run's newest checkpoint.
+    """Measure how far samplers are from a run's newest checkpoint.
+
+    Samplers of several precisions and meshes are compared.
 
     Args:
         run: the run's folder.
@@ -160,6 +171,7 @@ def gap(run: File, problems: int = 64, samples: int = 4, worst: int = 10, out: P
         worst: tokens to show, those with the largest difference of probability.
         out: where gap.json and gap.png go; the run's folder if left out.
     """
+    use_devices(_load(run))
     from jaxrl_llm.reports import gap as gaps
     from jaxrl_llm.reports import gap_report
     from jaxrl_llm.run import metrics
@@ -172,37 +184,72 @@ def gap(run: File, problems: int = 64, samples: int = 4, worst: int = 10, out: P
         for variant in variants:
             found.append(gaps.measure_gap(learner, params, variant, worst=worst))
             progress.advance()
-    said = f"step {step}, {min(problems, len(learner.task.test))} problems × {samples} samples"
-    print(f"{run} at {said}")
+    setting = f"step {step}, {min(problems, len(learner.task.test))} problems × {samples} samples"
+    print(f"{run} at {setting}")
     gap_report.tables(found, worst)
-    gap_report.picture(found, out / "gap.png", f"{run.resolve().name}: sampler-learner gap", said)
+    gap_report.picture(found, out / "gap.png", f"{run.resolve().name}: sampler-learner gap", setting)
     print(f"numbers: {gaps.write(found, out, learner, step)}   picture: {out / 'gap.png'}")
 
 
-def show(experiment: File, set_: Set = (), algorithm: str | None = None) -> None:
+def show(experiment: File, set_: Set = (), algorithm: Method = None) -> None:
     """Print an experiment's whole config as JSON.
 
     Args:
-        experiment: a Python file with CONFIG = Config(…), or a run's config.json.
-        set_: override a field of CONFIG; may be given again.
-        algorithm: a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.
+        experiment: a Python file with CONFIG = Config(…), or a run's folder.
     """
-    print(json.dumps(configs.to_json(configs.load(experiment, set_, algorithm)), indent=1))
+    config = _load(experiment, set_, algorithm)
+    from jaxrl_llm.config import to_json
+
+    print(json.dumps(to_json(config), indent=1))
 
 
 def algorithms(name: tyro.conf.Positional[str | None] = None) -> None:
-    """Print the table of methods, or one of them in full: its fields, and what its functions compute.
+    """Print the table of methods, or one: its fields and equations.
 
     Args:
         name: a method of the table; all of them if left out.
     """
+    from jaxrl_llm.config import named
     from jaxrl_llm.reports import catalogue
 
-    print(catalogue.table() if name is None else catalogue.describe(name, configs.named(name)))
+    print(catalogue.table() if name is None else catalogue.describe(name, named(name)))
 
 
-def _devices(config: configs.Config) -> None:
+def _load(source: Path, set_: tuple[str, ...] = (), algorithm: str | None = None) -> Config:
+    """The config of an experiment file or of a run's folder."""
+    if not source.exists():
+        raise ValueError(f"{source}: no such file; expected an experiment or a run's folder")
+    from jaxrl_llm import config as configs
+
+    return configs.load(source, set_, algorithm)
+
+
+def _folder(out: str | None, experiment: Path) -> Path:
+    if out == "":
+        raise ValueError("--out is ''; expected a folder")
+    return Path(out or Path("runs") / experiment.stem)
+
+
+def use_devices(config: Config) -> None:
+    """Say where compiled programs are kept, unless the environment has, and fail where jax finds no device."""
+    import jax
+
+    from jaxrl_llm.data.cache import cache_folder
+
+    if config.compile_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = cache_folder() / "xla" if config.compile_cache == "auto" else Path(config.compile_cache)
+        jax.config.update("jax_compilation_cache_dir", str(folder / f"jax-{jax.__version__}"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    try:
+        jax.devices()
+    except Exception as error:  # an AssertionError where jax lacks the platform's plugin
+        platform = os.environ.get("JAX_PLATFORMS")
+        raise ValueError(f"JAX_PLATFORMS is {platform!r}; expected a platform of this machine, or cpu") from error
+
+
+def _devices(config: Config) -> None:
     """Say what the run will use, and fail on a mesh that the machine cannot hold, before any work."""
+    use_devices(config)
     import jax
 
     from jaxrl_llm.parallel.sharding import make_mesh
@@ -212,27 +259,61 @@ def _devices(config: configs.Config) -> None:
     print(f"{jax.devices()[0].device_kind} × {mesh.size}, mesh {shape}, {config.model.n_params / 1e6:.2f} M parameters")
 
 
+COMMANDS = {  # with two examples each
+    "train": (train, "my.py", "experiments/laptop_dapo.py --algorithm gspo --set steps=200 --out runs/gspo"),
+    "sft": (sft, "experiments/laptop_dapo.py", "experiments/laptop_dapo.py --set prime.stages.0.batches=100"),
+    "eval": (evaluate, "runs/laptop_dapo", "runs/laptop_dapo --problems 64 --samples 8"),
+    "sample": (sample, "runs/laptop_dapo 'a3+b4+c2:'", "runs/laptop_dapo 'a3+b4+c2:' --n 4 --seed 1"),
+    "gap": (gap, "runs/laptop_dapo", "runs/laptop_dapo --problems 16 --samples 1"),
+    "serve": (serve, "runs/laptop_dapo", "experiments/laptop_dapo.py --port 9000 --metrics-port 9100"),
+    "show": (show, "runs/laptop_dapo", "experiments/laptop_dapo.py --algorithm gspo"),
+    "algorithms": (algorithms, "", "dapo"),
+}
+
+
+def _command(words: list[str]) -> None:
+    """Run what the command line says; the help of a command ends with its examples."""
+    if words == ["--version"]:
+        print(f"jaxrl_llm {__version__}")
+    elif not words:
+        lines = [f"  {name:<11} {fn.__doc__.splitlines()[0]}" for name, (fn, *_) in COMMANDS.items()]
+        print("\n".join(["usage: jaxrl COMMAND …, jaxrl COMMAND --help", *lines]))
+    else:
+        try:
+            functions = {name: fn for name, (fn, *_) in COMMANDS.items()}
+            tyro.extras.subcommand_cli_from_dict(functions, prog="jaxrl", description=__doc__)
+        except SystemExit as stop:
+            if not stop.code and words[0] in COMMANDS:
+                print("\n".join(["examples:", *(f"  jaxrl {words[0]} {e}" for e in COMMANDS[words[0]][1:])]))
+            raise
+
+
 def main() -> None:
     """Entry point of `jaxrl`."""
-    commands = {
-        "train": train,
-        "sft": sft,
-        "eval": evaluate,
-        "sample": sample,
-        "gap": gap,
-        "serve": serve,
-        "show": show,
-        "algorithms": algorithms,
-    }
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, with >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
-        tyro.extras.subcommand_cli_from_dict(commands, prog="jaxrl", description=__doc__)
+        try:
+            _command(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
     except (ValueError, RuntimeError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's own flush at the end would complain
+            sys.exit(141)  # as a shell says of a program that SIGPIPE ended
         if "JAXRL_TRACEBACK" in os.environ:
             raise
         print(f"jaxrl: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:  # the second Ctrl-C; the first one is waited for
         sys.exit(130)
+
+
+def _stdout_has_no_reader() -> bool:
+    poll = select.poll()
+    poll.register(1, 0)  # errors are always reported
+    return bool(poll.poll(0))
 
 
 if __name__ == "__main__":

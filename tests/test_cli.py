@@ -16,6 +16,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+import jaxrl_llm
 from jaxrl_llm import cli
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import functions
@@ -23,6 +24,7 @@ from jaxrl_llm.objective import advantages
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.run import trainer
 
+ROOT = Path(__file__).parent.parent
 EXPERIMENT = """
 import itertools
 import os
@@ -63,8 +65,8 @@ def task(graded=reward):
     return Task(problems[:6], problems[6:], graded, trace, ("clean",))
 
 
-def group_filter(correct):
-    return np.full(len(correct), fills_up(next(filters)))
+def group_filter(correct):  # a run asks it for one group at a time
+    return np.full(len(correct), len(correct) > 1 or fills_up(next(filters)))
 
 
 CONFIG = Config(
@@ -316,7 +318,7 @@ def test_one_answer_a_prompt_with_leave_one_out(experiment, tmp_path):
         "rollout.group_size=1",
     )
     error = fails("train", experiment, "--out", tmp_path / "out", *settings(*changed))
-    assert error == "rollout.group_size is 1; expected at least 2 for rloo"
+    assert error == "rollout.group_size is 1; expected at least 2 for rloo: the advantage of one answer alone is 0"
 
 
 def test_groups_that_never_pass_stop_the_run_with_their_pass_rates(experiment, tmp_path):
@@ -367,8 +369,9 @@ def test_what_is_no_run(experiment, tmp_path):
     for folder in (empty, tmp_path / "none"):
         missing = f"{folder / 'config.json'} is missing; expected the folder of an earlier run"
         assert missing in fails("train", experiment, "--resume", "--out", folder)
-        for command in (["eval", folder], ["sample", folder, "01+1="]):
-            assert f"run {folder}: config.json is missing; expected the folder of a run" in fails(*command)
+        for command in (["eval", folder], ["sample", folder, "01+1="], ["gap", folder], ["serve", folder]):
+            missing = f"run {folder}: config.json is missing" if folder == empty else f"{folder}: no such file"
+            assert f"{missing}; expected" in fails(*command)
     (empty / "config.json").write_text("{")
     assert str(empty / "config.json") in fails("eval", empty)
     assert list(empty.iterdir()) == [empty / "config.json"]
@@ -408,6 +411,82 @@ def test_exit_code_and_stderr_of_a_process_of_its_own(experiment, tmp_path):
     command = [sys.executable, "-m", "jaxrl_llm.cli", "train", str(experiment), "--set", "steps=0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, "jaxrl: steps is 0; expected at least 1\n")
+
+
+def process(command, **environment):
+    """Exit code, stdout and stderr of a shell command with `jaxrl` in a process of its own."""
+    command = command.replace("jaxrl", f"{sys.executable} -m jaxrl_llm.cli")
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_reader_that_has_enough_and_a_closed_stdout_are_no_errors(experiment):
+    # sixteen configs fill the pipe; the reader has gone after a line
+    for command in ("jaxrl algorithms", f"jaxrl show {experiment}", "jaxrl train --help"):
+        code, out, err = process(f"{command} | head -c 1; exit ${{PIPESTATUS[0]}}")
+        assert (code in (0, 141), len(out), err) == (True, 1, "")
+        assert process(f"{command} >&-") == (0, "", "")
+
+
+def test_a_platform_that_is_not_there_is_one_line(experiment, tmp_path):
+    command = f"jaxrl train {experiment} --out {tmp_path / 'out'}"
+    error = "jaxrl: JAX_PLATFORMS is 'cuda'; expected a platform of this machine, or cpu\n"
+    assert process(command, JAX_PLATFORMS="cuda") == (2, "", error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_command_line_gets_wrong_does_not_wait_for_jax():
+    code = "import sys; sys.argv[1:] = sys.argv[1].split(); from jaxrl_llm import cli\n"
+    code += "try: cli.main()\nexcept SystemExit: print({'jax', 'flax'} & set(sys.modules))"
+    for words, imported in (
+        ("train nofile.py", "set()"),
+        ("show nosuch", "set()"),
+        ("train --nonsense", "set()"),
+        ("train experiments/laptop_dapo.py --set steps=0", "{'jax'}"),
+    ):
+        command = [sys.executable, "-c", code, words]
+        assert subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout == f"{imported}\n"
+
+
+def test_the_commands_their_examples_and_the_version():
+    lines = succeeds().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(cli.COMMANDS)
+    assert max(map(len, lines)) <= 80
+    for name in cli.COMMANDS:
+        examples = succeeds(name, "--help").partition("examples:\n")[2].splitlines()
+        assert len(examples) == 2
+        assert all(e.startswith(f"  jaxrl {name}") for e in examples)
+    assert succeeds("--version") == f"jaxrl_llm {jaxrl_llm.__version__}\n"
+
+
+def test_an_empty_folder_name_is_none_of_a_folder(experiment):
+    for command in ("train", "sft"):
+        assert fails(command, experiment, "--out", "") == "--out is ''; expected a folder"
+
+
+def test_show_takes_a_runs_folder(run):
+    out, _ = run
+    assert json.loads(succeeds("show", out)) == json.loads(succeeds("show", out / "config.json"))
+    assert json.loads(succeeds("show", out, "--set", "steps=9"))["steps"] == 9
+
+
+@pytest.mark.parametrize("asked", [(), ("--set", "compile_cache="), ("--set", "compile_cache=elsewhere")])
+@pytest.mark.parametrize("environment", [{}, {"JAX_COMPILATION_CACHE_DIR": "mine"}])
+def test_compiled_programs_are_kept_where_the_config_says_unless_the_environment_says_it(
+    experiment, tmp_path, monkeypatch, asked, environment
+):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("JAXRL_CACHE", str(tmp_path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = {}
+    monkeypatch.setattr(jax.config, "update", found.__setitem__)
+    cli.use_devices(configs.load(experiment, asked[1:]))
+    kept = str(tmp_path / "xla") if not asked else asked[1].partition("=")[2]
+    expected = {} if environment or not kept else {"jax_compilation_cache_dir": f"{kept}/jax-{jax.__version__}"}
+    assert {k: v for k, v in found.items() if k.endswith("dir")} == expected
 
 
 # ---- interrupted and failed runs

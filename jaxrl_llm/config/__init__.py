@@ -1,11 +1,11 @@
 """What a run is: one tree of frozen dataclasses, its validation, its JSON, and changes by path."""
 
-from jaxrl_llm.config.files import differences, from_json, load, named, to_json
+from jaxrl_llm.config.files import differences, dumps, from_json, load, named, to_json
 from jaxrl_llm.config.overrides import override
 from jaxrl_llm.config.tree import Checkpoint, Config, Evaluation, Mesh, Prime, Rollout, Stage
-from jaxrl_llm.config.validation import validate
+from jaxrl_llm.config.validation import made, validate
 
 __all__ = [
     "Checkpoint", "Config", "Evaluation", "Mesh", "Prime", "Rollout", "Stage",
-    "differences", "from_json", "load", "named", "override", "to_json", "validate",
+    "differences", "dumps", "from_json", "load", "made", "named", "override", "to_json", "validate",
 ]  # fmt: skip

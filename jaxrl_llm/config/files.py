@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm import __version__
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.functions import nearest, unbound
 from jaxrl_llm.config.overrides import override
@@ -43,9 +44,26 @@ def to_json(node: Any, path: str = "config", keyword: bool = False) -> Any:
     raise ValueError(f"{path} is {node!r}; expected numbers, text, tuples, mappings by name, functions or dataclasses")
 
 
+VERSION = "jaxrl_llm"  # beside the config's own fields in a run's config.json: the version that wrote it
+
+
+def dumps(config: Config) -> str:
+    """The text of a run's config.json: the config, and the package's version."""
+    return json.dumps({VERSION: __version__, **to_json(config)}, indent=1) + "\n"
+
+
 def from_json(data: Any, folder: Path | None = None) -> Config:
-    """The inverse of `to_json`. `folder`: the run's folder, where a copy of the experiment file lies."""
-    return _decode(Config, data, folder)
+    """The inverse of `to_json` and `dumps`. `folder`: the run's folder, where a copy of the experiment file lies."""
+    try:
+        return _decode(Config, _fields(data), folder)
+    except ValueError as error:
+        if isinstance(data, dict) and data.get(VERSION, __version__) != __version__:
+            raise ValueError(f"{error} (written by jaxrl_llm {data[VERSION]}, this is {__version__})") from error
+        raise
+
+
+def _fields(data: Any) -> Any:
+    return {k: v for k, v in data.items() if k != VERSION} if isinstance(data, dict) else data
 
 
 def _decode(hint: Any, data: Any, folder: Path | None) -> Any:
@@ -94,11 +112,16 @@ def named(algorithm: str) -> Algorithm:
 
 
 def load(path: Path | str, assignments: tuple[str, ...] = (), algorithm: str | None = None) -> Config:
-    """CONFIG of an experiment file, or the config.json of a run, with overrides, validated.
+    """CONFIG of an experiment file, or the config of a run (its folder or config.json), with overrides, validated.
 
+    A path that a task or tokenizer of the file takes (a keyword annotated as Path) may be relative to the file.
     algorithm: the row of ALGORITHMS that takes the place of its own before the overrides.
     """
     path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ValueError(f"run {path.parent}: config.json is missing; expected the folder of a run")
     if path.suffix == ".json":
         try:
             config = from_json(json.loads(path.read_text()), path.parent)
@@ -108,15 +131,30 @@ def load(path: Path | str, assignments: tuple[str, ...] = (), algorithm: str | N
         config = getattr(functions.load_module(path), "CONFIG", None)
         if not isinstance(config, Config):
             raise ValueError(f"experiment {path}: CONFIG is {config!r}; expected CONFIG = Config(…)")
+        config = _located(config, path.resolve().parent)
     if algorithm is not None:
         config = replace(config, algorithm=named(algorithm))
-    for assignment in assignments:
-        config = override(config, assignment)
-    return validate(config)
+    return validate(override(config, *assignments))
+
+
+def _located(config: Config, folder: Path) -> Config:
+    """The config, in whose task and tokenizer paths of what lies in `folder` are absolute."""
+
+    def located(make: Any) -> Any:
+        fn, keywords = unbound(make)
+        known = {n: h for n, h in functions.hints(fn).items() if isinstance(keywords.get(n), str | Path)}
+        paths = [n for n, h in known.items() if Path in (h, *typing.get_args(h))]
+        found = {n: str(folder / keywords[n]) for n in paths if (folder / keywords[n]).exists()}
+        return partial(fn, **keywords | found) if found else make
+
+    if config.prime is not None and config.prime.task is not None:
+        config = replace(config, prime=replace(config.prime, task=located(config.prime.task)))
+    return replace(config, task=located(config.task), tokenizer=located(config.tokenizer))
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """The fields in which two JSON trees differ, as `path: old → new`."""
+    """The fields in which two JSON trees differ, as `path: old → new`; the version that wrote them does not count."""
+    old, new = _fields(old), _fields(new)
     if isinstance(old, dict) and isinstance(new, dict):
         names = list(dict.fromkeys([*old, *new]))
         return [d for n in names for d in differences(old.get(n), new.get(n), f"{path}.{n}" if path else n)]

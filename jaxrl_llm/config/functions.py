@@ -63,8 +63,8 @@ def function(text: str, folder: Path | None) -> Callable:
         except Exception as error:
             raise ValueError(f"{text}: {error}; expected module:function") from error
     if not hasattr(module, name):
-        own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
-        raise ValueError(f"{text}: {module_name} has no {name!r}; {nearest(name, own)}")
+        defined = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+        raise ValueError(f"{text}: {module_name} has no {name!r}; {nearest(name, defined)}")
     return getattr(module, name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import re
 import types as pytypes
 import typing
@@ -15,6 +16,7 @@ from typing import Any
 
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.functions import nearest, unbound
+from jaxrl_llm.types import expect
 
 
 def _parse(text: str) -> Any:
@@ -25,38 +27,60 @@ def _parse(text: str) -> Any:
         return text
 
 
-def override(config: Any, assignment: str) -> Any:
-    """`config` with one `path.to.field=value`. Raises ValueError with the nearest name for an unknown path."""
-    path, equals, text = assignment.partition("=")
-    if not equals:
-        raise ValueError(f"--set {assignment}: expected path.to.field=value")
-    return _set(config, path.split("."), _parse(text), path)
+VALUE = ""  # among a field's changes: what takes its place, before its own fields change; no field has this name
 
 
-def _set(node: Any, path: list[str], value: Any, full: str) -> Any:
-    name, rest = path[0], path[1:]
+def override(config: Any, *assignments: str) -> Any:
+    """`config` with every `path.to.field=value`, each node built once, so that fields which need each other may come
+    in any order; of two values for one field the last counts. Raises ValueError with the nearest name for an unknown
+    path.
+    """
+    changes: dict[str, Any] = {}
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        *parents, name = path.split(".")
+        expect(equals and name and all(parents), "--set", assignment, "path.to.field=value")
+        inner = changes
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[name] = {VALUE: _parse(text)}
+    return _changed(config, changes, "")
+
+
+def _changed(node: Any, changes: dict[str, Any], path: str) -> Any:
+    """`node` with the changes of its fields: {name: {VALUE: its new value, its own fields' names: …}}."""
     if dataclasses.is_dataclass(node):
-        hints = typing.get_type_hints(type(node))
-        if name not in hints:
-            raise ValueError(f"{full}: no field {name!r} in {type(node).__name__}; {nearest(name, list(hints))}")
-        if rest:
-            return replace(node, **{name: _set(getattr(node, name), rest, value, full)})
-        return replace(node, **{name: coerce(hints[name], value, full)})
+        known = typing.get_type_hints(type(node))
+        new = {n: _field(getattr(node, n, None), known, n, c, path, type(node).__name__) for n, c in changes.items()}
+        return replace(node, **new)
     if callable(node):
         fn, keywords = unbound(node)
         parameters = inspect.signature(fn).parameters
-        known = [n for n, p in parameters.items() if p.default is not p.empty or n in keywords]
-        if name not in known:
-            raise ValueError(f"{full}: {fn.__name__} takes no {name!r}; {nearest(name, known)}")
-        now = keywords.get(name, parameters[name].default)
-        hint = functions.hints(fn).get(name, Callable if callable(now) else Any)
-        return partial(fn, **{**keywords, name: _set(now, rest, value, full) if rest else coerce(hint, value, full)})
-    if isinstance(node, tuple) and name.isdigit() and int(name) < len(node):
-        i = int(name)
-        return (*node[:i], _set(node[i], rest, value, full) if rest else value, *node[i + 1 :])
-    if isinstance(node, Mapping) and not rest:
-        return {**node, name: value}
-    raise ValueError(f"{full}: {node!r} has no field {name!r}")
+        now = {
+            n: keywords.get(n, p.default) for n, p in parameters.items() if n in keywords or p.default is not p.empty
+        }
+        known = {n: functions.hints(fn).get(n, Callable if callable(v) else Any) for n, v in now.items()}
+        new = {n: _field(now.get(n), known, n, c, path, fn.__name__) for n, c in changes.items()}
+        return partial(fn, **{**keywords, **new})
+    if isinstance(node, tuple | Mapping):
+        items = dict(enumerate(node)) if isinstance(node, tuple) else dict(node)
+        for name, change in changes.items():
+            key = int(name) if isinstance(node, tuple) and name.isdigit() else name
+            if key not in items and (isinstance(node, tuple) or set(change) != {VALUE}):
+                raise ValueError(f"{path}{name}: {node!r} has no field {name!r}")
+            items[key] = _field(items.get(key), {name: Any}, name, change, path, "")
+        return tuple(items.values()) if isinstance(node, tuple) else items
+    raise ValueError(f"{path}{next(iter(changes))}: {node!r} has no field {next(iter(changes))!r}")
+
+
+def _field(now: Any, known: dict[str, Any], name: str, change: dict[str, Any], path: str, owner: str) -> Any:
+    """The new value of one field; known: the types of its owner's fields, by name."""
+    if name not in known:
+        raise ValueError(f"{path}{name}: no field {name!r} in {owner}; {nearest(name, list(known))}")
+    if VALUE in change:
+        now = coerce(known[name], change[VALUE], path + name)
+    inner = {n: c for n, c in change.items() if n != VALUE}
+    return _changed(now, inner, f"{path}{name}.") if inner else now
 
 
 def coerce(hint: Any, value: Any, where: str) -> Any:
@@ -85,6 +109,7 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
         if isinstance(value, Mapping):
             return {k: coerce(args[1], v, f"{where}.{k}") for k, v in value.items()}
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        expect(math.isfinite(value), where, value, "a finite number")
         return float(value)
     elif isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value

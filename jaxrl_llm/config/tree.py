@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrl_llm.data import tokenizers
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.types import Optimizer
 
@@ -97,6 +97,7 @@ class Config:
     micro_batches: int = 1
     seed: int = 0
     logged_samples: int = 4  # a step, into samples.jsonl
+    compile_cache: str = "auto"  # folder of XLA's compiled programs; auto: in the project's cache, "": none
 
     @property
     def total_steps(self) -> int:

@@ -8,4 +8,4 @@ from pathlib import Path
 
 def cache_folder() -> Path:
     """$JAXRL_CACHE, or ~/.cache/jaxrl_llm."""
-    return Path(os.environ.get("JAXRL_CACHE", Path.home() / ".cache" / "jaxrl_llm"))
+    return Path(os.environ.get("JAXRL_CACHE") or Path.home() / ".cache" / "jaxrl_llm")

@@ -39,7 +39,9 @@ def read_jsonl(path: Path | str) -> tuple[Prompt, ...]:
     return tuple(prompts)
 
 
-def jsonl(path: str, reward: Callable[[Prompt, str], float], test: str | None = None, held_out: float = 0.1) -> Task:
+def jsonl(
+    path: Path | str, reward: Callable[[Prompt, str], float], test: Path | str | None = None, held_out: float = 0.1
+) -> Task:
     """A task of the problems in `path` and of `reward(prompt, response) -> float`, 1 for a right answer.
 
     `correct` is value ≥ 1; an answer that reached the token limit is worth 0 and is never correct. Without a file

@@ -55,11 +55,7 @@ def build(config: Config) -> Learner:
     """Everything that a config stands for, before any parameter exists. Raises ValueError as `config.validate` does."""
     configs.validate(config)
     a, r = config.algorithm, config.rollout
-    tokenizer = config.tokenizer()
-    if tokenizer.size > config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size is {config.model.vocab_size}; expected at least {tokenizer.size} (tokenizer)"
-        )
+    tokenizer, task = configs.made(config)
     updates = config.steps * a.steps_per_batch
     tx = make_optimizer(config.optimizer, updates)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
@@ -67,7 +63,6 @@ def build(config: Config) -> Learner:
     if a.critic is not None:
         critic_tx = make_optimizer(a.critic.optimizer, config.total_steps * a.critic.updates)
         value = critic.make(a.critic, config.model, critic_tx, mesh, config.micro_batches, config.seed)
-    task = curation.open_task(config.task, a.prompts.template)
     task, usable = curation.fitting(task, tokenizer, r.max_prompt_tokens, r.long_prompts)
     order = (r.difficulty, config.total_steps, a.prompts.prioritized, a.prompts.retire_above)
     return Learner(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.shape import ModelConfig
 
 # 112 ids hold the 98 of the character tokenizer and divide by 16, for meshes that split the vocabulary.
 NANO = ModelConfig(vocab_size=112, layers=3, width=96, heads=4, kv_heads=2, head_width=24, mlp_width=256)  # 0.3 M

@@ -8,9 +8,8 @@ Layers are stacked on a leading `layers` axis and scanned.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,46 +17,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.attention import Attend
+from jaxrl_llm.models.shape import ModelConfig as ModelConfig
+from jaxrl_llm.models.shape import RopeScaling as RopeScaling
 from jaxrl_llm.parallel.sharding import constrain
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's stretch of the low RoPE frequencies to a longer context."""
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    vocab_size: int
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    mlp_width: int
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    tied_head: bool = True
-    norm_eps: float = 1e-6
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are kept in float32
-    fp32_head: bool = True  # the head's product in float32 even when dtype is bfloat16
-    remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass recomputes, see REMAT
-
-    @property
-    def n_params(self) -> int:
-        attention = self.width * self.head_width * 2 * (self.heads + self.kv_heads)
-        attention += (self.heads + 2 * self.kv_heads) * self.head_width if self.qkv_bias else 0
-        attention += 2 * self.head_width if self.qk_norm else 0
-        block = attention + 3 * self.width * self.mlp_width + 2 * self.width
-        return self.layers * block + self.width + self.vocab_size * self.width * (1 if self.tied_head else 2)
-
 
 # The backward pass of a block: keep everything, keep the projections' outputs (recompute norms, activations and the
 # attention weights: little work, half the memory), keep only the block's input (a third more work, least memory).

@@ -164,6 +164,7 @@ def one_step(
 
 # What --resume may change: it alters no number of the run. (So may `steps`, unless a schedule or a curriculum has it.)
 FREE_ON_RESUME = ("checkpoint.", "logged_samples", "rollout.max_rounds", "rollout.tokens_per_call", "rollout.servers")
+FREE_ON_RESUME += ("compile_cache",)
 
 
 @contextlib.contextmanager

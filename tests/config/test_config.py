@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,16 @@ import jaxrl_llm
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Checkpoint, Config, Evaluation, Mesh, Prime, Rollout, Stage, functions, override, validate
 from jaxrl_llm.data import datasets, tasks, tokenizers
+from jaxrl_llm.learner import learner
 from jaxrl_llm.models.transformer import ModelConfig, RopeScaling
 from jaxrl_llm.objective import advantages, filters, losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Shaping
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Shaping, Updates
 from jaxrl_llm.rewards import length
-from jaxrl_llm.types import Optimizer
+from jaxrl_llm.types import Optimizer, Prompt, Task
 
 ROOT = Path(__file__).parents[2]
 TINY = ModelConfig(vocab_size=112, layers=1, width=16, heads=2, kv_heads=1, head_width=8, mlp_width=16)
+MEMORY, SELECT = "jaxrl_llm.objective.advantages:dcpo_sas_init", "jaxrl_llm.objective.losses:select_clip_cov"
 BASE = Config(
     task=partial(tasks.chain, terms=(4, 10)),
     model=TINY,
@@ -38,9 +41,7 @@ BASE = Config(
 
 
 def assign(*assignments, config=BASE):
-    for assignment in assignments:
-        config = override(config, assignment)
-    return config
+    return override(config, *assignments)
 
 
 # ---- overrides
@@ -112,6 +113,36 @@ def test_override_of_a_function_that_is_a_keyword_without_annotation():
         assign("task.graded=5", config=config)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        ("algorithm.loss=jaxrl_llm.objective.losses:gspo", "algorithm.norm=sequence"),
+        ("algorithm.advantage=jaxrl_llm.objective.advantages:dcpo_sas", f"algorithm.memory={MEMORY}"),
+        ("algorithm.loss=jaxrl_llm.objective.losses:clip_cov", f"algorithm.updates.select={SELECT}"),
+        ("rollout.allow_filtered=true", "rollout.top_k=5"),
+    ],
+)
+def test_fields_that_need_each_other_come_in_any_order(assignments, turned):
+    changed = validate(
+        assign(*assignments[:: -1 if turned else 1], config=replace(BASE, algorithm=ALGORITHMS["dr_grpo"]))
+    )
+    for assignment in assignments:
+        path, _, text = assignment.partition("=")
+        value = attrgetter(path)(changed)
+        assert text.endswith(getattr(value, "__name__", str(value).lower()))
+
+
+def test_of_two_values_for_a_field_the_last_counts_and_a_new_function_takes_the_later_keywords():
+    assert assign("steps=3", "steps=5").steps == 5
+    loss = assign(
+        "algorithm.loss.clip_high=9", "algorithm.loss=jaxrl_llm.objective.losses:cispo", "steps=4"
+    ).algorithm.loss
+    assert loss is losses.cispo
+    loss = assign("algorithm.loss=jaxrl_llm.objective.losses:cispo", "algorithm.loss.ratio_max=3").algorithm.loss
+    assert (loss.func, loss.keywords) == (losses.cispo, {"ratio_max": 3.0})
+
+
 def test_override_of_a_whole_function_by_name():
     algorithm = assign("algorithm.loss=jaxrl_llm.objective.losses:reinforce").algorithm
     assert algorithm.loss is losses.reinforce
@@ -139,7 +170,7 @@ def test_an_int_becomes_a_float_where_one_is_wanted():
         ("algorithm.loss=no_such.module:f", ["no_such", "module:function"]),
         ("algorithm.correction=jaxrl_llm.objective.losses:tis", ["jaxrl_llm.objective.losses", "'tis'"]),
         ("rollout.prompts", ["rollout.prompts", "path.to.field=value"]),
-        ("prime.stages.7.batches=3", ["prime.stages.7.batches", "'7'"]),
+        ("prime.stages.7.batches=3", ["prime.stages.7", "'7'"]),
         ("steps.more=3", ["steps.more", "100"]),
         ("rollout.prompts=many", ["rollout.prompts", "'many'", "int"]),
         ("rollout.prompts=2.5", ["rollout.prompts", "2.5", "int"]),
@@ -185,6 +216,16 @@ BAD = [
             *("optimizer.warmup", "optimizer.weight_decay", "prime.optimizer.lr"),
         )
     ),
+    ("rollout.stop=('#','')", r"rollout.stop is \('#', ''\); expected texts that are not empty"),
+    (
+        "optimizer.lr=1e999",
+        "optimizer.lr: inf is not valid; expected float|optimizer.lr is inf; expected a finite number",
+    ),
+    ("algorithm.loss.clip_high=1e999", "algorithm.loss.clip_high is inf; expected a finite number"),
+    ("algorithm.shaping.length_reward.cache_len=99", "algorithm.shaping.length_reward.cache_len is 99.*; expected 0 <"),
+    ("model.rope_theta=0", r"model.rope_theta is 0\.0; expected a positive number"),
+    ("model.norm_eps=-1", r"model.norm_eps is -1\.0; expected a positive number"),
+    ("rollout..prompts=3", "--set is 'rollout..prompts=3'; expected path.to.field=value"),
     ("seed=2147483648", r"seed is 2147483648; expected less than 2\^31"),
     ("rollout.temperature=0", r"rollout.temperature is 0\.0; expected a positive"),
     ("rollout.top_p=0", r"rollout.top_p is 0\.0; expected a number in \(0, 1\]"),
@@ -248,12 +289,169 @@ def test_a_wrong_type_that_no_override_made_is_found_too():
     for wrong, message in (
         (replace(BASE, steps="5"), "steps: '5' is not valid; expected int"),
         (replace(BASE, rollout=replace(BASE.rollout, stop="#")), "rollout.stop: '#' is not valid"),
+        (replace(BASE, rollout=replace(BASE.rollout, stop=["#"])), r"rollout.stop is \['#'\]; expected a tuple"),
+        (replace(BASE, optimizer=Optimizer(lr=float("nan"))), "optimizer.lr is nan; expected a finite number"),
+        (
+            replace(BASE, model=replace(TINY, rope_scaling=RopeScaling(factor=0.0))),
+            "rope_scaling.factor is 0.0; expected",
+        ),
+        (replace(BASE, task=[1]), r"task: \[1\] is not valid; expected Callable"),
+        (replace(BASE, task=partial(datasets.jsonl, "x", reward=3)), "task.reward: 3 is not valid; expected Callable"),
+        (replace(BASE, task=partial(datasets.jsonl, "x", reward=lambda text: 1.0)), "task.reward: <lambda>: too many"),
         (replace(BASE, mesh=None), "mesh: None is not valid; expected Mesh"),
         (replace(BASE, prime=Prime((Stage("5", {"clean": 1.0}),))), r"prime.stages.0.batches: '5' is not valid"),
         (replace(BASE, task=partial(tasks.chain, termz=(1, 2))), "task: chain: got an unexpected keyword .*'termz'"),
     ):
         with pytest.raises(ValueError, match=message):
             validate(wrong)
+
+
+# ---- functions of an experiment, called before any device work
+
+
+def _with(**fields):
+    return replace(BASE, algorithm=replace(ALGORITHMS["grpo"], kl=None, kl_coef=0.0, **fields))
+
+
+def _numpy(logp, mask):
+    return np.where(mask, np.exp(logp), 0)
+
+
+def _scalar(logp, adv, mask):
+    return -(logp * adv).mean()
+
+
+def _none(logp):
+    pass
+
+
+def _typo(logp):
+    return logpp
+
+
+def _by_sign(logp, adv):
+    return -logp if adv.sum() > 0 else logp
+
+
+BY_TOKEN = r"expected float \[B T\], here P = 2, G = 3, B = 6, T = 5"
+COMPILED = ": needs the values of arrays; expected jax.numpy and no `if` on an array, as it is compiled"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (_with(loss=_scalar), rf"algorithm.loss: _scalar returns float32\[\]; {BY_TOKEN}"),
+        (_with(loss=_none), rf"algorithm.loss: _none returns None; {BY_TOKEN}"),
+        (_with(loss=lambda mask: mask), rf"algorithm.loss: <lambda> returns bool\[6,5\]; {BY_TOKEN}"),
+        (_with(loss=lambda logp: logp.T), rf"algorithm.loss: <lambda> returns float32\[5,6\]; {BY_TOKEN}"),
+        (_with(loss=_numpy), f"algorithm.loss: _numpy{COMPILED}"),
+        (_with(loss=_by_sign), f"algorithm.loss: _by_sign{COMPILED}"),
+        (_with(loss=_typo), "algorithm.loss: _typo: NameError: name 'logpp' is not defined"),
+        (_with(correction=_scalar), rf"algorithm.correction: _scalar returns float32\[\]; {BY_TOKEN}"),
+        (_with(advantage=lambda rewards: rewards[0]), r"returns float32\[3\]; expected float \[P G\] or \[P G T\]"),
+        (_with(advantage=lambda rewards: rewards.T), r"returns float32\[3,2\]; expected float \[P G\]"),
+        (_with(advantage=lambda rewards: rewards > 0), r"returns bool\[2,3\]; expected float \[P G\]"),
+        (
+            _with(advantage=lambda rewards, state: rewards, memory=lambda n_prompts: np.zeros(n_prompts)),
+            r"returns float32\[2,3\]; expected float \[P G\] or \[P G T\] and the state as float32\[7\]",
+        ),
+        (
+            _with(advantage=lambda rewards, state: (rewards, state[1:]), memory=lambda n_prompts: np.zeros(n_prompts)),
+            r"returns \(float32\[2,3\], float32\[6\]\); expected .* and the state as float32\[7\]",
+        ),
+        (_with(token_advantage=lambda adv: adv.sum(1)), r"token_advantage: <lambda> returns float32\[6\]"),
+        (_with(updates=Updates(token_filter=lambda logp: logp)), r"updates.token_filter: .* expected bool \[B T\]"),
+        (_with(updates=Updates(phases=lambda mask: mask)), r"updates.phases: .* expected a tuple of bool \[B T\]"),
+        (_with(updates=Updates(phases=lambda mask: ())), r"updates.phases: <lambda> returns \(\); expected a tuple"),
+        (_with(group_filter=lambda correct: correct), r"group_filter: <lambda> returns bool\[2,3\]; expected bool"),
+        (_with(group_filter=lambda correct: correct.al()), "group_filter: <lambda>: AttributeError: 'numpy.ndarray'"),
+        (_with(shaping=Shaping(format_reward=lambda text: "good")), "format_reward: <lambda>: TypeError"),
+        (_with(shaping=Shaping(length_reward=lambda n_tokens: n_tokens[0])), r"length_reward: .* returns int32\[3\]"),
+    ],
+)  # fmt: skip
+def test_what_a_function_returns_is_checked_before_any_work(config, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        validate(config)
+    assert "\n" not in str(caught.value)
+
+
+def _no_reward():
+    return Task((Prompt(0, "1"),), (Prompt(1, "2"),), None)
+
+
+def _short_reward():
+    return Task((Prompt(0, "1"),), (Prompt(1, "2"),), lambda prompt, text: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"task": lambda: []}, r"type\(task\(\)\) is 'list'; expected jaxrl_llm.types.Task"),
+        ({"task": _no_reward}, r"task\(\).reward is None; expected a function of prompt, response and finish"),
+        ({"task": _short_reward}, r"task\(\).reward: <lambda>: too many positional arguments"),
+        (
+            {"tokenizer": lambda: tokenizers.characters().hf},
+            r"type\(tokenizer\(\)\) is 'T\w+'; expected jaxrl_llm.data.*",
+        ),
+        ({"model": replace(TINY, vocab_size=90)}, r"model.vocab_size is 90; expected at least 98 \(tokenizer\)"),
+    ],
+)
+def test_what_the_task_and_the_tokenizer_are_is_known_before_a_base_policy_is_made(changed, message):
+    configs.made(BASE)
+    with pytest.raises(ValueError, match=message):
+        learner.build(replace(BASE, **changed))
+
+
+def test_functions_outside_of_jit_may_be_written_in_numpy():
+    in_numpy = Shaping(
+        length_reward=lambda n_tokens: np.where(np.asarray(n_tokens) > 3, 0.0, 1.0),
+        reward=lambda rewards: [float(r) for r in rewards],
+        format_reward=lambda text: "#" in text,
+    )
+    validate(_with(shaping=in_numpy, group_filter=lambda correct: [0 < c.sum() < len(c) for c in correct]))
+
+
+def test_one_answer_a_prompt_is_refused_where_its_advantage_is_nothing():
+    alone = (
+        "ppo",
+        "a2c",
+        "reinforce",
+        "grpo",
+        "raft_pp",
+        "topr",
+        "dcpo",
+        "reinforce_pp",
+    )  # raw where there is no group
+    for name in (*alone, "dr_grpo", "gpg", "lite_ppo", "maxrl", "opo", "passk_grpo", "rloo", "scalerl", "opmd"):
+        algorithm = replace(ALGORITHMS[name], updates_per_batch=1, group_filter=None)
+        algorithm = replace(algorithm, prompts=replace(algorithm.prompts, resample=True))
+        config = assign("rollout.group_size=1", config=replace(BASE, algorithm=algorithm))
+        if name in alone:
+            validate(config)
+        else:
+            with pytest.raises(
+                ValueError, match="rollout.group_size is 1; expected at least 2 for .*: the advantage of"
+            ):
+                validate(config)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_method_runs_on_the_laptop_experiment_or_says_what_to_set(name):
+    laptop, assignments = ROOT / "experiments" / "laptop_dapo.py", []
+    values = {  # of what the message names
+        "rollout.max_prompt_tokens": "512", "algorithm.shaping.length_reward.cache_len": "16",
+    }  # fmt: skip
+    for _ in range(3):
+        try:
+            learner.build(configs.load(laptop, tuple(assignments), name))
+            return
+        except ValueError as error:
+            advice = re.search(r"--set ([\w.]+=\w+)", str(error))
+            named = [f"{path}={value}" for path, value in values.items() if path in str(error)]
+            if not advice and not named:
+                raise
+            assignments.append(advice[1] if advice else named[0])
+    pytest.fail(f"{name} still fails with {assignments}")
 
 
 # ---- JSON
@@ -425,6 +623,42 @@ def test_json_of_another_shape_is_an_error():
             configs.from_json(wrong)
 
 
+def test_the_version_that_wrote_a_config_is_kept_beside_it_and_named_when_it_cannot_be_read():
+    data = json.loads(configs.dumps(BASE))
+    assert data["jaxrl_llm"] == jaxrl_llm.__version__
+    assert configs.to_json(configs.from_json(data)) == configs.to_json(BASE)
+    newer = {**data, "jaxrl_llm": "9.0.0"}
+    assert configs.differences(newer, data) == configs.differences(newer, configs.to_json(BASE)) == []
+    configs.from_json(newer)
+    with pytest.raises(ValueError, match=r"no field 'quantum' in Config; .* \(written by jaxrl_llm 9.0.0, this is 0\."):
+        configs.from_json({**newer, "quantum": 1})
+
+
+def test_a_runs_folder_stands_for_its_config(tmp_path):
+    with pytest.raises(ValueError, match="config.json is missing; expected the folder of a run"):
+        configs.load(tmp_path)
+    (tmp_path / "config.json").write_text(configs.dumps(BASE))
+    assert configs.to_json(configs.load(tmp_path, ("steps=5",))) == configs.to_json(replace(BASE, steps=5))
+
+
+def test_paths_in_an_experiment_are_relative_to_it(tmp_path, monkeypatch):
+    file = tmp_path / "mine" / "alone.py"
+    file.parent.mkdir()
+    file.write_text(ALONE.replace("from tests.config.test_config import BASE", f"from {__name__} import BASE"))
+    assert configs.load(file).task.keywords["path"] == "x"  # nothing of this name lies there
+    (file.parent / "x").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    config = configs.load(Path("mine/alone.py"))
+    assert config.task.keywords["path"] == str(file.parent / "x")
+    assert through_json(config).task.keywords["path"] == str(file.parent / "x")
+    assert configs.load(file, ("task.path=y",)).task.keywords["path"] == "y"
+
+
+def test_an_empty_cache_variable_is_none(monkeypatch):
+    monkeypatch.setenv("JAXRL_CACHE", "")
+    assert configs.cache_folder() == Path.home() / ".cache" / "jaxrl_llm"
+
+
 def test_differences_name_the_fields_and_both_values():
     new = assign("optimizer.lr=0.5", "algorithm.loss.clip_high=0.3", "prime=none", "steps=7")
     assert configs.differences(configs.to_json(BASE), configs.to_json(BASE)) == []
@@ -547,7 +781,7 @@ def class_in(annotation, fields):
 
 
 def reads(sources):
-    """Of all modules but config.py, where fields are declared and validated, and catalogue.py, which tells of them."""
+    """Of all modules but those of config, where fields are declared and validated, and of the catalogue of methods."""
     trees = {path: ast.parse(text) for path, text in sources.items()}
     classes = {n.name: n for t in trees.values() for n in ast.walk(t) if isinstance(n, ast.ClassDef)}
     fields = {
@@ -557,7 +791,7 @@ def reads(sources):
     fields = {c: {f: class_in(a, fields) for f, a in annotated.items()} for c, annotated in fields.items()}
     found = set()
     for path, tree in trees.items():
-        if path.name not in ("config.py", "catalogue.py"):
+        if path.parent.name != "config" and path.name != "catalogue.py":
             visitor = Reads(fields)
             visitor.visit(tree)
             found |= visitor.found
