@@ -18,6 +18,15 @@ def tempered_logits(hidden: Float[Array, "N D"], head: Float[Array, "D V"], temp
     return logits / temperature
 
 
+@jax.custom_vjp
+def _with_gradient_to(summed: Float[Array, "D V"], head: Float[Array, "D V"]) -> Float[Array, "D V"]:
+    """The head itself, whose gradient goes to `summed`: a scan adds up its blocks' gradients in that one's dtype."""
+    return head
+
+
+_with_gradient_to.defvjp(lambda summed, head: (head, None), lambda _, slope: (slope.astype(jnp.float32), None))
+
+
 def token_logprobs(
     hidden: Float[Array | np.ndarray, "B T D"],
     head: Float[Array | np.ndarray, "D V"],
@@ -37,10 +46,11 @@ def token_logprobs(
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; expected at least 1 token")
     hidden, head, targets = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(targets)
+    summed = head.astype(jnp.float32)
 
     @jax.checkpoint
     def block(h: Array, y: Array) -> tuple[Array, Array]:
-        logits = tempered_logits(h, head, temperature)
+        logits = tempered_logits(h, _with_gradient_to(summed, head), temperature)
         lse = jax.nn.logsumexp(logits, axis=-1)
         hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == y[:, None]
         logp = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1) - lse
