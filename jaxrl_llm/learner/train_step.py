@@ -77,7 +77,7 @@ def response_logprobs(
 
 
 def make_logprobs(config: transformer.ModelConfig, temperature: float, micro_batches: int) -> Callable:
-    """Jitted (params, batch) → log-probs and entropies [B,T], for all that is not differentiated."""
+    """(params, batch) → log-probs and entropies [B,T], for all that is not differentiated; compiled once a shape."""
 
     @jax.jit
     def logprobs(params: Any, batch: Batch) -> tuple[Array, Array]:
@@ -86,7 +86,9 @@ def make_logprobs(config: transformer.ModelConfig, temperature: float, micro_bat
         )
         return jax.tree.map(lambda x: merge_parts(x, batch.prefix.shape[0]), out)
 
-    return logprobs
+    # What the model reads, and no more: jit would compile anew when an array that it does not read is added.
+    inputs = lambda b: Batch(b.prefix, b.prefix_lengths, b.inputs, b.targets, None, None)
+    return lambda params, batch: logprobs(params, inputs(batch))
 
 
 def _arrays(batch: Batch, logp: Array) -> dict[str, Array | None]:
