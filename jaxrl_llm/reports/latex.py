@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# --- equations ----------------------------------------------------------------------------------------------------
-
 TEX = {name: f"\\{name}" for name in ("min", "max", "exp", "log")}
 ROMAN = {"mean", "std", "var", "clip", "round", "sg"}  # operators that TeX does not know
 SYMBOLS = {
