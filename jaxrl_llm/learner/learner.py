@@ -44,8 +44,8 @@ class Learner:
     tx: optax.GradientTransformation
     train_step: Callable
     logprobs: Callable
-    assign: Callable
-    choose: Callable
+    assign_advantages: Callable
+    choose_tokens: Callable
     learning_rate: optax.Schedule
     critic: critic.ValueFunction | None = None
     ref_params: Any = None  # only when the algorithm has a reference policy
@@ -80,8 +80,8 @@ def build(config: Config) -> Learner:
         tx,
         make_train_step(config.model, a, tx, r.temperature, config.micro_batches),
         make_logprobs(config.model, r.temperature, config.micro_batches),
-        jax.jit(partial(assign, a)),
-        jax.jit(partial(choose, a)),
+        jax.jit(partial(assign_advantages, a)),
+        jax.jit(partial(choose_tokens, a)),
         schedule(config.optimizer, updates),
         value,
     )
@@ -134,7 +134,7 @@ def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], ste
     return values
 
 
-def assign(
+def assign_advantages(
     algorithm: Algorithm, batch: Batch, rewards: Array, lengths: Array, kept: Array, prompt_ids: Array, memory: Any
 ) -> tuple[Batch, Any]:
     """The batch with its advantages (and the critic's returns), and the updated memory of the advantage. Jitted.
@@ -199,11 +199,11 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
     if learner.critic is not None:
         batch = replace(batch, values=learner.critic.values(state.critic.params, state.params, batch))
     indices = np.zeros(len(answers.prompts), np.int64) if answers.indices is None else answers.indices
-    batch, memory = learner.assign(batch, scored.shaped, answers.lengths, scored.kept, indices, state.memory)
+    batch, memory = learner.assign_advantages(batch, scored.shaped, answers.lengths, scored.kept, indices, state.memory)
     return batch, replace(state, memory=memory)
 
 
-def choose(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key: Array) -> Batch:
+def choose_tokens(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key: Array) -> Batch:
     """The mini-batch with the tokens that the live policy chooses: `selected` for the loss, and its mask. Jitted."""
     have = {"logp": logp, "entropy": entropy, "old_logp": batch.old_logp, "adv": batch.adv, "mask": batch.mask}
     have["key"] = key
@@ -237,7 +237,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
     for mini in _mini_batches(batch, a.updates_per_batch) * a.updates.epochs:
         if a.updates.select is not None or a.updates.token_filter is not None:
             key = jax.random.fold_in(jax.random.key(config.seed), policy.step)
-            mini = learner.choose(mini, *learner.logprobs(policy.params, mini), key)
+            mini = learner.choose_tokens(mini, *learner.logprobs(policy.params, mini), key)
         for phase in (
             (None,)
             if a.updates.phases is None
@@ -245,7 +245,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
         ):
             policy, m = learner.train_step(policy, weigh(mini, phase=phase))
             taken.append(m)
-    return replace(policy, critic=state.critic, memory=state.memory), _reduced(taken)
+    return replace(policy, critic=state.critic, memory=state.memory), _over_steps(taken)
 
 
 def update_critic(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
@@ -256,12 +256,13 @@ def update_critic(learner: Learner, state: TrainState, batch: Batch) -> tuple[Tr
     for i in range(c.updates):
         value, m = learner.critic.step(value, state.params, minis[i % len(minis)])
         taken.append(m)
-    metrics = _reduced(taken)
+    metrics = _over_steps(taken)
     metrics["critic/explained_variance"] = float(_explained_variance(batch.values, batch.returns, batch.mask))
     return replace(state, critic=value), metrics
 
 
-def _reduced(taken: list[dict[str, Array]]) -> dict[str, float]:
-    taken = jax.device_get(taken)
+def _over_steps(metrics: list[dict[str, Array]]) -> dict[str, float]:
+    """Means over the optimiser steps; of maxima and minima the extremes."""
+    metrics = jax.device_get(metrics)
     over = lambda name: np.max if name.endswith("max") else np.min if name.endswith("min") else np.mean
-    return {name: float(over(name)([m[name] for m in taken])) for name in taken[0]}
+    return {name: float(over(name)([m[name] for m in metrics])) for name in metrics[0]}
