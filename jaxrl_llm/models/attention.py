@@ -1,4 +1,4 @@
-"""Attention in training: a prompt, and the answers of its group beside it. Decoding has its own in sampler/cache.py.
+"""Attention in training: a row is a prompt and the answers of its group. For decoding see sampler/cache.py.
 
 Shapes here: R rows (prompts or slots), N query tokens per row, S prefix tokens, G responses per prompt, T response
 tokens, H query heads, K key-value heads (H = K·h), C head width. Products and softmax are in fp32.

@@ -37,9 +37,10 @@ def token_logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log π(target) and entropy H = −Σ π log π, in nats, of π = softmax(hidden·head / temperature).
 
-    The flattened B·T tokens are cut into blocks of `chunk` tokens, whose logits are recomputed in the backward pass.
+    The flattened B·T tokens are split into blocks of `chunk` tokens, whose logits are recomputed in the backward pass.
     A block takes every n-th token, so that with B sharded each device works on its share of every block. Both outputs
-    carry gradient. Raises ValueError for a temperature or chunk that is not positive.
+    carry gradient; the head's is summed over the blocks in fp32. Raises ValueError for a temperature or chunk that is
+    not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; expected a positive number")

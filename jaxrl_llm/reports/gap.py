@@ -145,7 +145,7 @@ def measure_gap(learner: Learner, params: Any, sampler: Learner, *, worst: int) 
 
 
 def sample_answers(sampler: Learner, params: Any) -> Rollouts:
-    """Answers to the held-out problems that `jaxrl eval` takes, from its seeds."""
+    """Answers to the held-out problems that `jaxrl eval` takes, with its seeds."""
     config = sampler.config
     count = min(config.evaluation.problems, len(sampler.task.test))
     shardings = sharding.shardings(transformer.logical_axes(config.model), params, sampler.mesh)
@@ -191,7 +191,7 @@ def summary(
 ) -> tuple[Stats, tuple[Span, ...], tuple[Span, ...]]:
     """The gap of all tokens, by the length of their answers, and by position.
 
-    longest: tokens that an answer may have; positions are cut into POSITIONS equal ranges of it, or fewer.
+    longest: tokens that an answer may have; positions are split into POSITIONS equal ranges of it, or fewer.
     """
     width = ((0, 0), (0, longest - mask.shape[1]))  # one shape for all samplers: one compilation
     logp, sampler_logp, mask = (np.pad(x, width) for x in (logp, sampler_logp, mask))
