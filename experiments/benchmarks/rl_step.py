@@ -55,22 +55,22 @@ def random_prompts(prompt_len: int) -> Task:
 
 
 @dataclass(frozen=True)
-class ActiveGroup:
+class StepFlops:
     """Floating-point operations of a step, matrix products only: 2 per multiply-add, backward twice the forward."""
 
     rollout: float
     update: float
 
 
-def work(prompt_len: int) -> ActiveGroup:
+def work(prompt_len: int) -> StepFlops:
     c, answers, prefix = MODEL, PROMPTS * GROUP, prompt_len - 1
     block = c.width * c.head_width * 2 * (c.heads + c.kv_heads) + 3 * c.width * c.mlp_width
     pair = 2 * 2 * c.layers * c.heads * c.head_width  # one query against one key: logit and weighted value
-    own = NEW_TOKENS * (NEW_TOKENS + 1) / 2
-    pairs = PROMPTS * prefix * (prefix + 1) / 2 + answers * (NEW_TOKENS * prefix + own)
+    suffix = NEW_TOKENS * (NEW_TOKENS + 1) / 2  # pairs of an answer's tokens
+    pairs = PROMPTS * prefix * (prefix + 1) / 2 + answers * (NEW_TOKENS * prefix + suffix)
     tokens = PROMPTS * prefix + answers * NEW_TOKENS
     forward = 2 * tokens * c.layers * block + pair * pairs + 2 * answers * NEW_TOKENS * c.width * c.vocab_size
-    return ActiveGroup(forward, 3 * forward)
+    return StepFlops(forward, 3 * forward)
 
 
 def matmul_rate() -> float:
@@ -109,16 +109,17 @@ def main(prompt_len: int = 32, steps: int = 8, micro_batches: int = 4) -> None:
     with jax.set_mesh(learner.mesh):
         state = init_state(MODEL, learner.tx, 0, learner.mesh)
         engine, at = trainer.make_engine(learner, state.params), trainer.Position()
-        schedule = modes.Sync(learner)
+        mode = modes.Sync(learner)
         for _ in range(steps + 2):
-            state, engine, at, seen, row = trainer.one_step(learner, state, engine, at, schedule)
+            state, engine, at, batch, row = trainer.one_step(learner, state, engine, at, mode)
             taken.append(row)
-    assert seen.rollouts.lengths.min() == NEW_TOKENS
+    assert batch.rollouts.lengths.min() == NEW_TOKENS
     rate = max(rate, matmul_rate())
-    todo = work(prompt_len)
+    needed = work(prompt_len)
+    whole_step = needed.rollout + needed.update
     print(f"prompt {prompt_len}, one core, float32; matrix products run at {rate / 1e9:.0f} GFLOP/s on it")
     print(f"{'':8} {'median s':>9} {'least s':>9} {'GFLOP':>7} {'GFLOP/s':>8} {'of the rate':>11}")
-    for name, flops in (("rollout", todo.rollout), ("train", todo.update), ("step", todo.rollout + todo.update)):
+    for name, flops in (("rollout", needed.rollout), ("train", needed.update), ("step", whole_step)):
         seconds = [row[f"perf/{name}_s"] for row in taken[2:]]
         speed = flops / np.median(seconds)
         label = "update" if name == "train" else name

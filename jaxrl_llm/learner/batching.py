@@ -28,13 +28,13 @@ def make_batch(
     kept: Bool[np.ndarray, "P"] | None = None,
     sharding: Sharding | None = None,
 ) -> Batch:
-    """Prompts and responses as the arrays of one update, placed as `sharding` says; advantages are 0 as yet.
+    """Prompts and responses as the arrays of one update, on the devices that `sharding` names; advantages are 0.
 
     Here, and nowhere else, targets are shifted against inputs by one token: `inputs` is the prompt's last token and
     then the response without its last, `targets` the response. `mask` comes from the sampler's lengths and finish
     reasons. `shape`: padded prefix and response tokens (S, T); ValueError when they are too small.
-    `drop_truncated`: responses cut at the token limit leave the mask (DAPO's overlong filtering). `kept`: groups that
-    are False leave the mask.
+    `drop_truncated`: responses that reached the token limit are masked out (DAPO's overlong filtering). `kept`: groups
+    that are False are masked out.
     """
     size, length = shape
     need = int(rollouts.prompt_lengths.max()) - 1, int(rollouts.lengths.max())
@@ -81,26 +81,25 @@ def with_weights(
     phase: Bool[AnyArray, "B T"] | None = None,
     phase_weights: str = "batch",
 ) -> Batch:
-    """The batch with its token weights: over all of it, before anything is cut into micro-batches.
+    """The batch with its token weights, computed over all of it before it is split into micro-batches.
 
-    `nll`: with `nll_weights` too, 1/Σ n over correct responses. `phase`: only these tokens count, in denominators that
-    are the whole batch's or the phase's own (`phase_weights`).
+    `nll`: adds `nll_weights`, 1/Σ n over correct responses. `phase`: only these tokens have weight; denominators count
+    the tokens of the whole batch, or of the phase (`phase_weights`).
     """
     group = batch.inputs.shape[0] // batch.prefix.shape[0]
-    of = batch.mask & phase if phase is not None and phase_weights == "phase" else batch.mask
-    weights = token_weights(of, norm, group_size=group, max_len=max_len)
+    counted = batch.mask & phase if phase is not None and phase_weights == "phase" else batch.mask
+    weights = token_weights(counted, norm, group_size=group, max_len=max_len)
     if phase is not None:
         weights = jnp.where(phase, weights, 0.0)
     nll_weights = None
     if nll:
-        right = batch.mask & batch.correct[:, None]
-        nll_weights = token_weights(right, "token")
+        nll_weights = token_weights(batch.mask & batch.correct[:, None], "token")
         nll_weights = nll_weights if phase is None else jnp.where(phase, nll_weights, 0.0)
     return replace(batch, weights=weights, nll_weights=nll_weights)
 
 
 def split_batch(batch: Batch, parts: int) -> Batch:
-    """Every array with a new leading axis of `parts`, cut by whole prompts.
+    """Every array with a new leading axis of `parts`; a prompt and all its responses stay in one part.
 
     A part takes every parts-th prompt, so that each device of a sharded batch holds its share of every part.
     Raises ValueError when `parts` does not divide the prompts.
@@ -110,8 +109,8 @@ def split_batch(batch: Batch, parts: int) -> Batch:
         raise ValueError(f"parts={parts}: does not divide the {prompts} prompts of the batch")
 
     def one(x: Array) -> Array:
-        per = x.shape[0] // prompts  # 1, or the group's size
-        y = x.reshape(prompts // parts, parts, per, *x.shape[1:]).swapaxes(0, 1)
+        rows = x.shape[0] // prompts  # a prompt's: 1, or the group's size
+        y = x.reshape(prompts // parts, parts, rows, *x.shape[1:]).swapaxes(0, 1)
         return y.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
     return jax.tree.map(one, batch)

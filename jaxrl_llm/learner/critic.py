@@ -1,4 +1,4 @@
-"""The value function: what a response is still worth before each of its tokens is drawn."""
+"""The value function: the reward to be expected of a response before each of its tokens is sampled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxrl_llm.learner.batching import merge_parts, split_batch
-from jaxrl_llm.learner.train_step import Metrics, accumulate, applied, placed, response_hidden
+from jaxrl_llm.learner.train_step import Metrics, accumulate, apply_gradients, response_hidden, train_state_shardings
 from jaxrl_llm.models import transformer
 from jaxrl_llm.objective import losses
 from jaxrl_llm.objective.algorithms import Critic
@@ -42,13 +42,13 @@ def make(
 ) -> ValueFunction:
     """The functions of a critic beside a policy of this model.
 
-    V_t = w·h_t + b, where h_t is the hidden state that predicts token t. The hidden states are those of a decoder of
-    its own, begun as the policy's copy (`network`), or the policy's, which the critic's loss does not reach (`head`).
-    w begins as 0, or with `head_std`; b as 0.
+    V_t = w·h_t + b, where h_t is the hidden state that predicts token t: of a second decoder, at first a copy of the
+    policy's (`network`), or of the policy, which gets no gradient from the critic (`head`). At first w is normal with
+    `head_std` and b is 0.
     """
-    config = replace(config, tied_head=True)  # it has no vocabulary to predict
+    config = replace(config, tied_head=True)  # the critic predicts no tokens, so it needs no output projection
 
-    def fresh(policy: Any) -> TrainState:
+    def initial(policy: Any) -> TrainState:
         w = critic.head_std * jax.random.normal(jax.random.key(seed), (config.width,), jnp.float32)
         head = {"w": w, "b": jnp.float32(0)}
         trunk = {k: jax.tree.map(jnp.copy, v) for k, v in policy.items() if k != "head"}
@@ -56,14 +56,14 @@ def make(
         return TrainState(params, tx.init(params), jnp.int32(0))
 
     def init(policy: Any) -> TrainState:
-        shapes = jax.eval_shape(fresh, policy)
-        whole = NamedSharding(mesh, PartitionSpec())
-        lie = {"value": {"w": whole, "b": whole}}
+        shapes = jax.eval_shape(initial, policy)
+        replicated = NamedSharding(mesh, PartitionSpec())
+        params = {"value": {"w": replicated, "b": replicated}}
         if critic.kind == "network":
-            lie["trunk"] = sharding.shardings(transformer.logical_axes(config), shapes.params["trunk"], mesh)
-        return jax.jit(fresh, out_shardings=placed(tx, shapes, lie, mesh))(policy)
+            params["trunk"] = sharding.shardings(transformer.logical_axes(config), shapes.params["trunk"], mesh)
+        return jax.jit(initial, out_shardings=train_state_shardings(tx, shapes, params, mesh))(policy)
 
-    def of(params: Any, policy: Any, batch: Batch) -> Array:
+    def predict(params: Any, policy: Any, batch: Batch) -> Array:
         trunk = params["trunk"] if critic.kind == "network" else stop_gradient(policy)
         hidden = response_hidden(config, {k: v for k, v in trunk.items() if k != "head"}, batch)[0]
         w, b = params["value"]["w"], params["value"]["b"]
@@ -71,18 +71,18 @@ def make(
 
     @jax.jit
     def values(params: Any, policy: Any, batch: Batch) -> Array:
-        out = jax.lax.map(lambda b: of(params, policy, b), split_batch(batch, micro_batches))
+        out = jax.lax.map(lambda b: predict(params, policy, b), split_batch(batch, micro_batches))
         return jnp.where(batch.mask, merge_parts(out, batch.prefix.shape[0]), 0.0)
 
     @partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, policy: Any, batch: Batch) -> tuple[TrainState, Metrics]:
         def loss(params: Any, b: Batch) -> tuple[Array, None]:
-            x = losses.value_loss(of(params, policy, b), b.values, b.returns, b.mask, critic.clip)
+            x = losses.value_loss(predict(params, policy, b), b.values, b.returns, b.mask, critic.clip)
             return jnp.sum(b.weights * x), None
 
         grads, value, _ = accumulate(loss, state.params, batch, micro_batches)
-        state, taken = applied(tx, state, grads, value, batch.weights)
-        return state, {f"critic/{name}": x for name, x in taken.items()}
+        state, metrics = apply_gradients(tx, state, grads, value, batch.weights)
+        return state, {f"critic/{name}": x for name, x in metrics.items()}
 
     return ValueFunction(init, values, step)
 

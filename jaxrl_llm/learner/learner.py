@@ -1,4 +1,4 @@
-"""From scored answers to a new state: the log-probs that are needed, advantages, the optimiser steps of a batch."""
+"""From scored answers to a new train state: log-probs, advantages, and the optimiser steps on a batch."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Learner:
     tx: optax.GradientTransformation
     train_step: Callable
     logprobs: Callable
-    assign: Callable
-    choose: Callable
+    assign_advantages: Callable
+    choose_tokens: Callable
     learning_rate: optax.Schedule
     critic: critic.ValueFunction | None = None
     ref_params: Any = None  # only when the algorithm has a reference policy
@@ -74,8 +74,8 @@ def build(config: Config) -> Learner:
         tx,
         make_train_step(config.model, a, tx, r.temperature, config.micro_batches),
         make_logprobs(config.model, r.temperature, config.micro_batches),
-        jax.jit(partial(assign, a)),
-        jax.jit(partial(choose, a)),
+        jax.jit(partial(assign_advantages, a)),
+        jax.jit(partial(choose_tokens, a)),
         schedule(config.optimizer, updates),
         value,
     )
@@ -95,7 +95,10 @@ def fresh_state(learner: Learner, base: Any = None) -> TrainState:
 
 
 def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], step: int) -> np.ndarray:
-    """What is learnt from, float32 [B]: the verifier's values, signed, with length and format if so chosen."""
+    """The rewards that train, float32 [B]: the verifier's values, changed as `algorithm.shaping` says.
+
+    step: of the run, the critic's pre-training included. Raises ValueError if one is not finite.
+    """
     a, group = config.algorithm, (-1, answers.group_size)
     values = np.array([r.value for r in rewards], np.float32)
     if a.shaping.signed_reward:
@@ -125,24 +128,24 @@ def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], ste
     return values
 
 
-def assign(
+def assign_advantages(
     algorithm: Algorithm, batch: Batch, rewards: Array, lengths: Array, kept: Array, prompt_ids: Array, memory: Any
 ) -> tuple[Batch, Any]:
-    """The batch with its advantages (and the critic's returns), and the memory after these prompts' visits. Jitted.
+    """The batch with its advantages (and the critic's returns), and the updated memory of the advantage. Jitted.
 
-    Responses that a filter took out of the mask still count, whole, in their group: `lengths` are all tokens'.
+    rewards, lengths: [B], kept, prompt_ids: [P]. `lengths` and the penalty count every token of a response, also of one
+    that is masked out: it stays part of its group.
     """
     a, rows = algorithm, batch.mask.shape[0]
-    whole = jnp.arange(batch.mask.shape[1])[None] < lengths[:, None]
+    generated = jnp.arange(batch.mask.shape[1])[None] < lengths[:, None]
     groups = (kept.shape[0], rows // kept.shape[0])
     kl = jnp.zeros(batch.mask.shape, jnp.float32)
     if a.needs_reference and a.kl_in == "reward":
-        kl = losses.kl(batch.old_logp, batch.ref_logp, whole, a.kl)
-    # these take the penalty token by token
+        kl = losses.kl(batch.old_logp, batch.ref_logp, generated, a.kl)
     per_token = wants(a.token_advantage, "kl") or (a.critic is not None and wants(a.token_advantage, "rewards"))
-    own = rewards if per_token else rewards - a.kl_coef * kl.sum(axis=1)
+    penalized = rewards if per_token else rewards - a.kl_coef * kl.sum(axis=1)
     have = {
-        "rewards": own.reshape(groups),
+        "rewards": penalized.reshape(groups),
         "lengths": lengths.reshape(groups),
         "mask": batch.mask.reshape(*groups, -1),
         "prompt_ids": prompt_ids,
@@ -155,11 +158,11 @@ def assign(
     batch = batching.with_advantages(batch, adv.reshape(batch.mask.shape) if adv.ndim == 3 else adv)
     beta = a.kl_coef if a.kl_in == "reward" else 0.0
     if a.critic is not None:
-        own = advantages.token_rewards(rewards, kl, batch.mask, beta=beta)
-        returns = advantages.gae(own, batch.values, batch.mask, gamma=a.critic.gamma, lam=a.critic.lam)[1]
+        penalized = advantages.token_rewards(rewards, kl, batch.mask, beta=beta)
+        returns = advantages.gae(penalized, batch.values, batch.mask, gamma=a.critic.gamma, lam=a.critic.lam)[1]
         batch = replace(batch, returns=returns)
     if a.token_advantage is not None:
-        have = {"rewards": own, "kl": kl, "beta": beta}
+        have = {"rewards": penalized, "kl": kl, "beta": beta}
         have |= {name: getattr(batch, name) for name in ("adv", "mask", "values", "old_logp", "sampler_logp")}
         adv = call(a.token_advantage, have)
         batch = batching.with_advantages(batch, adv[0] if isinstance(adv, tuple) else adv)
@@ -169,20 +172,20 @@ def assign(
 
 
 def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tuple[Batch, TrainState]:
-    """The batch on the mesh, with advantages and the log-probs that are needed; the state, whose memory it moves on."""
+    """The batch on the mesh, with advantages and the log-probs that are needed, and the state with its new memory."""
     a, answers = learner.config.algorithm, scored.rollouts
     shape = batching.bucket(int(answers.prompt_lengths.max()) - 1), batching.bucket(int(answers.lengths.max()))
-    placed = sharding.batch_sharding(learner.mesh)
+    split_rows = sharding.batch_sharding(learner.mesh)
     batch = batching.make_batch(
-        answers, shape=shape, drop_truncated=a.prompts.overlong_filter, kept=scored.kept, sharding=placed
+        answers, shape=shape, drop_truncated=a.prompts.overlong_filter, kept=scored.kept, sharding=split_rows
     )
     if a.nll_coef:
-        batch = replace(batch, correct=jax.device_put(np.array([r.correct for r in scored.rewards]), placed))
+        batch = replace(batch, correct=jax.device_put(np.array([r.correct for r in scored.rewards]), split_rows))
     if a.bypass:
         batch = replace(batch, old_logp=batch.sampler_logp)
     elif scored.old_logp is not None:
-        fit = batch.mask.shape[1] - scored.old_logp.shape[1]
-        batch = replace(batch, old_logp=jax.device_put(np.pad(scored.old_logp, ((0, 0), (0, fit))), placed))
+        padding = batch.mask.shape[1] - scored.old_logp.shape[1]
+        batch = replace(batch, old_logp=jax.device_put(np.pad(scored.old_logp, ((0, 0), (0, padding))), split_rows))
     elif a.needs_old:
         batch = replace(batch, old_logp=learner.logprobs(state.params, batch)[0])
     if a.needs_reference:
@@ -190,12 +193,12 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
     if learner.critic is not None:
         batch = replace(batch, values=learner.critic.values(state.critic.params, state.params, batch))
     indices = np.zeros(len(answers.prompts), np.int64) if answers.indices is None else answers.indices
-    batch, memory = learner.assign(batch, scored.shaped, answers.lengths, scored.kept, indices, state.memory)
+    batch, memory = learner.assign_advantages(batch, scored.shaped, answers.lengths, scored.kept, indices, state.memory)
     return batch, replace(state, memory=memory)
 
 
-def choose(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key: Array) -> Batch:
-    """The mini-batch with the tokens chosen by the live policy: for the loss, and those that leave the mask. Jitted."""
+def choose_tokens(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key: Array) -> Batch:
+    """The mini-batch with the tokens that the live policy chooses: `selected` for the loss, and its mask. Jitted."""
     have = {"logp": logp, "entropy": entropy, "old_logp": batch.old_logp, "adv": batch.adv, "mask": batch.mask}
     have["key"] = key
     if algorithm.updates.select is not None:
@@ -228,7 +231,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
     for mini in _mini_batches(batch, a.updates_per_batch) * a.updates.epochs:
         if a.updates.select is not None or a.updates.token_filter is not None:
             key = jax.random.fold_in(jax.random.key(config.seed), policy.step)
-            mini = learner.choose(mini, *learner.logprobs(policy.params, mini), key)
+            mini = learner.choose_tokens(mini, *learner.logprobs(policy.params, mini), key)
         for phase in (
             (None,)
             if a.updates.phases is None
@@ -236,23 +239,24 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
         ):
             policy, m = learner.train_step(policy, weigh(mini, phase=phase))
             taken.append(m)
-    return replace(policy, critic=state.critic, memory=state.memory), _reduced(taken)
+    return replace(policy, critic=state.critic, memory=state.memory), _over_steps(taken)
 
 
 def update_critic(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
-    """The critic's optimiser steps on the batch, going round its mini-batches, and how well it foresaw the returns."""
+    """The critic's optimiser steps on the batch, its mini-batches in turn; metrics with the explained variance."""
     c, value = learner.config.algorithm.critic, state.critic
     minis = [_with_weights(m, norm="token", max_len=None) for m in _mini_batches(batch, c.mini_batches)]
     taken = []
     for i in range(c.updates):
         value, m = learner.critic.step(value, state.params, minis[i % len(minis)])
         taken.append(m)
-    row = _reduced(taken)
-    row["critic/explained_variance"] = float(_explained_variance(batch.values, batch.returns, batch.mask))
-    return replace(state, critic=value), row
+    metrics = _over_steps(taken)
+    metrics["critic/explained_variance"] = float(_explained_variance(batch.values, batch.returns, batch.mask))
+    return replace(state, critic=value), metrics
 
 
-def _reduced(taken: list[dict[str, Array]]) -> dict[str, float]:
-    taken = jax.device_get(taken)
+def _over_steps(metrics: list[dict[str, Array]]) -> dict[str, float]:
+    """Means over the optimiser steps; of maxima and minima the extremes."""
+    metrics = jax.device_get(metrics)
     over = lambda name: np.max if name.endswith("max") else np.min if name.endswith("min") else np.mean
-    return {name: float(over(name)([m[name] for m in taken])) for name in taken[0]}
+    return {name: float(over(name)([m[name] for m in metrics])) for name in metrics[0]}

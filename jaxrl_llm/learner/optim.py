@@ -11,13 +11,13 @@ from jaxrl_llm.types import Optimizer
 
 def schedule(config: Optimizer, steps: int) -> optax.Schedule:
     """Learning rate of each of `steps` optimiser steps."""
-    rest = max(1, steps - config.warmup)
+    decay_steps = max(1, steps - config.warmup)
     after = {
         "constant": optax.constant_schedule(config.lr),
-        "linear": optax.linear_schedule(config.lr, 0.0, rest),
-        "cosine": optax.cosine_decay_schedule(config.lr, rest),
+        "linear": optax.linear_schedule(config.lr, 0.0, decay_steps),
+        "cosine": optax.cosine_decay_schedule(config.lr, decay_steps),
     }[config.schedule]
-    # the first step already moves: warm-up counts 1/warmup, 2/warmup, …
+    # warm-up is lr·1/warmup, lr·2/warmup, …: not 0, so that the first step already learns
     warm = optax.linear_schedule(config.lr / max(1, config.warmup), config.lr, max(1, config.warmup - 1))
     return optax.join_schedules([warm, after], [config.warmup]) if config.warmup else after
 
@@ -33,7 +33,7 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
 
 
 def reset_moments(opt_state: optax.OptState) -> optax.OptState:
-    """The same state with Adam's moments and bias correction begun anew; the schedule goes on where it was."""
+    """The same state with Adam's moments and their count of steps at 0; the learning rate's count stays."""
     is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
     fresh = lambda x: jax.tree.map(jnp.zeros_like, x) if is_adam(x) else x
     return jax.tree.map(fresh, opt_state, is_leaf=is_adam)

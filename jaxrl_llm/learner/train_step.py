@@ -28,26 +28,29 @@ Metrics = dict[str, Array]
 
 
 def init_state(config: transformer.ModelConfig, tx: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
-    """Fresh parameters and optimiser state, made on the mesh shard by shard."""
-    return jax.jit(partial(_fresh, config, tx), out_shardings=state_shardings(config, tx, mesh))(jax.random.key(seed))
+    """Random parameters and the optimiser's first state; each device of the mesh makes its own shards."""
+    return jax.jit(partial(_initial_state, config, tx), out_shardings=state_shardings(config, tx, mesh))(
+        jax.random.key(seed)
+    )
 
 
 def state_shardings(config: transformer.ModelConfig, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Shardings of the train state. Optimiser moments lie like their parameters; counters are on every device."""
-    shapes = jax.eval_shape(partial(_fresh, config, tx), jax.random.key(0))
-    return placed(tx, shapes, sharding.shardings(transformer.logical_axes(config), shapes.params, mesh), mesh)
+    """Shardings of the policy's train state: see `train_state_shardings`."""
+    shapes = jax.eval_shape(partial(_initial_state, config, tx), jax.random.key(0))
+    params = sharding.shardings(transformer.logical_axes(config), shapes.params, mesh)
+    return train_state_shardings(tx, shapes, params, mesh)
 
 
-def placed(tx: optax.GradientTransformation, shapes: TrainState, params: Any, mesh: Mesh) -> TrainState:
-    """Shardings of a train state of these shapes whose parameters lie as `params` says."""
-    whole = NamedSharding(mesh, PartitionSpec())
+def train_state_shardings(tx: optax.GradientTransformation, shapes: TrainState, params: Any, mesh: Mesh) -> TrainState:
+    """Shardings of a train state, given its parameters': Adam's moments have theirs, counters are on every device."""
+    replicated = NamedSharding(mesh, PartitionSpec())
     moments = optax.tree_utils.tree_map_params(
-        tx, lambda _, like: like, shapes.opt_state, params, transform_non_params=lambda _: whole
+        tx, lambda _, like: like, shapes.opt_state, params, transform_non_params=lambda _: replicated
     )
-    return TrainState(params, moments, whole)
+    return TrainState(params, moments, replicated)
 
 
-def _fresh(config: transformer.ModelConfig, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def _initial_state(config: transformer.ModelConfig, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
     params = transformer.init(config, key)
     return TrainState(params, tx.init(params), jnp.int32(0))
 
@@ -61,8 +64,8 @@ def response_hidden(config: transformer.ModelConfig, params: Any, batch: Batch) 
     rows, length = batch.inputs.shape
     group = rows // prompts
     tokens = jnp.concatenate([batch.prefix, batch.inputs.reshape(prompts, group * length)], axis=1)
-    own = batch.prefix_lengths[:, None] + jnp.tile(jnp.arange(length), group)[None]
-    positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (prompts, size)), own], axis=1)
+    answers = batch.prefix_lengths[:, None] + jnp.tile(jnp.arange(length), group)[None]
+    positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (prompts, size)), answers], axis=1)
     model = nnx.merge(transformer.split(config), params)
     hidden, _ = model(tokens, positions, attention.grouped(batch.prefix_lengths, size, group))
     return hidden[:, size:].reshape(rows, length, -1), model
@@ -77,7 +80,7 @@ def response_logprobs(
 
 
 def make_logprobs(config: transformer.ModelConfig, temperature: float, micro_batches: int) -> Callable:
-    """Jitted (params, batch) → log-probs and entropies [B,T], for all that is not differentiated."""
+    """(params, batch) → log-probs and entropies [B,T], for all that is not differentiated; compiled once a shape."""
 
     @jax.jit
     def logprobs(params: Any, batch: Batch) -> tuple[Array, Array]:
@@ -86,7 +89,9 @@ def make_logprobs(config: transformer.ModelConfig, temperature: float, micro_bat
         )
         return jax.tree.map(lambda x: merge_parts(x, batch.prefix.shape[0]), out)
 
-    return logprobs
+    # What the model reads, and no more: jit would compile anew when an array that it does not read is added.
+    inputs = lambda b: Batch(b.prefix, b.prefix_lengths, b.inputs, b.targets, None, None)
+    return lambda params, batch: logprobs(params, inputs(batch))
 
 
 def _arrays(batch: Batch, logp: Array) -> dict[str, Array | None]:
@@ -121,8 +126,8 @@ def objective(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -
 def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -> Metrics:
     """Means over the trained tokens of the optimiser batch, and the sampler-learner gap.
 
-    A token counts as clipped when the loss has no gradient there though its advantage is not 0; so this holds for any
-    loss, whatever it calls its bounds.
+    A token counts as clipped when the loss has no gradient there though its advantage is not 0; this needs no
+    knowledge of the loss's bounds.
     """
     mask, arrays = batch.mask, _arrays(batch, logp)
     old = arrays["old_logp"]
@@ -146,9 +151,9 @@ def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Arra
 
 
 def accumulate(loss: Callable, params: Any, batch: Batch, micro_batches: int) -> tuple[Any, Array, Any]:
-    """Gradients and value of loss(params, batch) → (value, arrays [B,T]), summed over micro-batches; and its arrays.
+    """Gradients and value of loss(params, batch) → (value, arrays [B,T]), summed over micro-batches, and the arrays.
 
-    The sum is exact because weights were made over the whole batch.
+    The sum is that of the whole batch, because the token weights were computed over the whole batch.
     """
     run = jax.value_and_grad(loss, has_aux=True)
     if micro_batches == 1:
@@ -170,28 +175,28 @@ def make_gradients(
     """(params, batch) → gradients, loss, metrics."""
 
     def loss(params: Any, batch: Batch) -> tuple[Array, tuple[Array, Array]]:
-        seen = response_logprobs(config, params, batch, temperature)
-        return objective(algorithm, batch, *seen), seen
+        per_token = response_logprobs(config, params, batch, temperature)
+        return objective(algorithm, batch, *per_token), per_token
 
     def gradients(params: Any, batch: Batch) -> tuple[Any, Array, Metrics]:
-        grads, value, seen = accumulate(loss, params, batch, micro_batches)
-        return grads, value, token_metrics(algorithm, batch, *map(stop_gradient, seen))
+        grads, value, per_token = accumulate(loss, params, batch, micro_batches)
+        return grads, value, token_metrics(algorithm, batch, *map(stop_gradient, per_token))
 
     return gradients
 
 
-def applied(
+def apply_gradients(
     tx: optax.GradientTransformation, state: TrainState, grads: Any, loss: Array, weights: Array
 ) -> tuple[TrainState, Metrics]:
-    """The state one step on. A step changes nothing and says `skipped` 1 if its loss or gradient is not finite, or if
-    no token has weight: momentum alone should not move the policy.
+    """The state after one optimiser step. If the loss or the gradient is not finite, or no token has weight (momentum
+    alone should not move the policy), only the step's number changes and the metric `skipped` is 1.
     """
     norm = optax.tree.norm(grads)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     new = replace(state, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
-    sound = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.any(weights != 0)
-    new = jax.tree.map(lambda a, b: jnp.where(sound, a, b), new, state)
-    return replace(new, step=state.step + 1), {"loss": loss, "grad_norm": norm, "skipped": 1.0 - sound}
+    valid = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.any(weights != 0)
+    new = jax.tree.map(lambda a, b: jnp.where(valid, a, b), new, state)
+    return replace(new, step=state.step + 1), {"loss": loss, "grad_norm": norm, "skipped": 1.0 - valid}
 
 
 def make_train_step(
@@ -207,7 +212,7 @@ def make_train_step(
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, loss, metrics = gradients(state.params, batch)
-        state, taken = applied(tx, state, grads, loss, batch.weights)
-        return state, metrics | taken
+        state, of_step = apply_gradients(tx, state, grads, loss, batch.weights)
+        return state, metrics | of_step
 
     return train_step

@@ -18,6 +18,15 @@ def tempered_logits(hidden: Float[Array, "N D"], head: Float[Array, "D V"], temp
     return logits / temperature
 
 
+@jax.custom_vjp
+def _with_gradient_to(summed: Float[Array, "D V"], head: Float[Array, "D V"]) -> Float[Array, "D V"]:
+    """The head itself, whose gradient goes to `summed`: a scan adds up its blocks' gradients in that one's dtype."""
+    return head
+
+
+_with_gradient_to.defvjp(lambda summed, head: (head, None), lambda _, slope: (slope.astype(jnp.float32), None))
+
+
 def token_logprobs(
     hidden: Float[Array | np.ndarray, "B T D"],
     head: Float[Array | np.ndarray, "D V"],
@@ -28,19 +37,21 @@ def token_logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log π(target) and entropy H = −Σ π log π, in nats, of π = softmax(hidden·head / temperature).
 
-    The flattened B·T tokens are cut into blocks of `chunk` tokens, whose logits are recomputed in the backward pass.
+    The flattened B·T tokens are split into blocks of `chunk` tokens, whose logits are recomputed in the backward pass.
     A block takes every n-th token, so that with B sharded each device works on its share of every block. Both outputs
-    carry gradient. Raises ValueError for a temperature or chunk that is not positive.
+    carry gradient; the head's is summed over the blocks in fp32. Raises ValueError for a temperature or chunk that is
+    not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; expected a positive number")
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; expected at least 1 token")
     hidden, head, targets = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(targets)
+    summed = head.astype(jnp.float32)
 
     @jax.checkpoint
     def block(h: Array, y: Array) -> tuple[Array, Array]:
-        logits = tempered_logits(h, head, temperature)
+        logits = tempered_logits(h, _with_gradient_to(summed, head), temperature)
         lse = jax.nn.logsumexp(logits, axis=-1)
         hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == y[:, None]
         logp = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1) - lse

@@ -65,18 +65,18 @@ def shardings(axes_tree: Any, shapes: Any, mesh: Mesh) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Leading axis over data and fsdp, the rest whole."""
+    """Splits the leading axis over data and fsdp, and no other axis."""
     return NamedSharding(mesh, PartitionSpec(BATCH))
 
 
 def rows(n: int, mesh: Mesh | None) -> int:
-    """The least number of rows ≥ n that the mesh splits evenly."""
+    """The smallest number of rows ≥ n that divides evenly among the devices which share a batch."""
     ways = 1 if mesh is None else int(np.prod([mesh.shape[a] for a in BATCH]))
     return -(-n // ways) * ways
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pin x's leading axes to the mesh in context (`jax.set_mesh`); without one, nothing."""
+    """x with its leading axes split by RULES over the mesh of `jax.set_mesh`; without a mesh, x as it is."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(axes))

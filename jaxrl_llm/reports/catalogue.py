@@ -63,9 +63,9 @@ def _show(value: Any) -> str:
 
 
 def _values(a: Algorithm) -> dict[str, Any]:
-    """Every field's value by its own name, those of the groups of fields among them."""
-    own = lambda name, value: vars(value) if name in GROUPS else {name: value}
-    return {k: v for field in vars(a).items() for k, v in own(*field).items()}
+    """Every field's value by name; a group (`shaping`, `prompts`, `updates`) gives its fields in place of itself."""
+    fields = lambda name, value: vars(value) if name in GROUPS else {name: value}
+    return {k: v for field in vars(a).items() for k, v in fields(*field).items()}
 
 
 def _facts(a: Algorithm) -> dict[str, str]:
@@ -127,27 +127,21 @@ def table() -> str:
     for name, a in ALGORITHMS.items():
         steps = [_show(fn) for fn in (a.advantage, a.token_advantage) if fn not in (None, advantages.raw)]
         extras = _fit(_extras(a), STOPS["paper"] - STOPS["extras"] - 2)
-        lines.append(_row((name, " → ".join(steps) or "raw", _show(a.loss), _facts(a)["norm"], extras, _cited(a))))
+        paper = a.paper.partition(",")[0]
+        lines.append(_row((name, " → ".join(steps) or "raw", _show(a.loss), _facts(a)["norm"], extras, paper)))
     return "\n".join(lines)
-
-
-def _cited(a: Algorithm) -> str:
-    return a.paper.partition(",")[0]
 
 
 def describe(name: str, a: Algorithm) -> str:
     """A row in full: its fields that differ from the defaults, and what its functions say of themselves."""
     shown = [(k, v) for k, v in _facts(a).items() if v != DEFAULTS[k] or k in ("advantage", "loss", "norm")]
     width = max(len(k) for k, _ in shown)
-    lines = [f"{name}  {_source(a)}", "", *(f"  {k:<{width}}  {v}" for k, v in shown)]
+    source = f"https://arxiv.org/abs/{a.paper}" if re.fullmatch(r"\d{4}\.\d{5}", a.paper) else a.paper
+    lines = [f"{name}  {source}", "", *(f"  {k:<{width}}  {v}" for k, v in shown)]
     for fn in _functions(a):
         doc = inspect.cleandoc(fn.__doc__ or "").splitlines()
-        lines += ["", f"{_place(fn)}({_parameters(fn)})", *(f"  {line}".rstrip() for line in doc)]
+        lines += ["", f"{_qualified(fn)}({_parameters(fn)})", *(f"  {line}".rstrip() for line in doc)]
     return "\n".join(lines)
-
-
-def _source(a: Algorithm) -> str:
-    return f"https://arxiv.org/abs/{a.paper}" if re.fullmatch(r"\d{4}\.\d{5}", a.paper) else a.paper
 
 
 def _functions(a: Algorithm) -> list[Callable]:
@@ -157,7 +151,7 @@ def _functions(a: Algorithm) -> list[Callable]:
     return values + ([losses.value_loss] if a.critic is not None else [])
 
 
-def _place(fn: Callable) -> str:
+def _qualified(fn: Callable) -> str:
     return f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"
 
 
@@ -170,18 +164,14 @@ def _parameters(fn: Callable) -> str:
 
 
 def _public(module: ModuleType) -> list[Callable]:
-    own = lambda fn: inspect.isfunction(fn) and fn.__module__ == module.__name__ and not fn.__name__.startswith("_")
-    return [fn for fn in vars(module).values() if own(fn)]
+    here = lambda fn: inspect.isfunction(fn) and fn.__module__ == module.__name__ and not fn.__name__.startswith("_")
+    return [fn for fn in vars(module).values() if here(fn)]
 
 
 def _equations(lines: Iterable[str], names: Iterable[str] = ()) -> str:
     """A block of a docstring's equations, with the names of our functions set as such."""
     ours = (fn.__name__ for module in (losses, advantages, corrections) for fn in _public(module))
     return latex.fence(lines, {*names, *ours})
-
-
-def _parameters_of(functions: Iterable[Callable]) -> set[str]:
-    return {name for fn in functions for name in inspect.signature(fn).parameters}
 
 
 def _paragraphs(doc: str) -> Iterator[tuple[bool, list[str]]]:
@@ -207,32 +197,29 @@ def _linked(text: str) -> str:
     return re.sub(r"(?<![\w./])(\d{4}\.\d{5})(?!\d)", r"[\1](https://arxiv.org/abs/\1)", text)
 
 
-def _users(fn: Callable) -> str:
-    rows = [f"`{name}`" for name, a in ALGORITHMS.items() if fn in _functions(a)]
-    return f"Methods: {', '.join(rows)}." if rows else ""
+def _used_by(uses: Callable[[Algorithm], bool]) -> list[str]:
+    """A line with the methods for which `uses` is true; no line if there are none."""
+    names = [f"`{name}`" for name, a in ALGORITHMS.items() if uses(a)]
+    return [f"Methods: {', '.join(names)}."] if names else []
 
 
 def _entry(fn: Callable) -> list[str]:
     parameters = inspect.signature(fn).parameters
     defaults = [f"`{n}={_show(p.default)}`" for n, p in parameters.items() if p.default is not p.empty]
-    last = [f"Defaults: {', '.join(defaults)}." if defaults else "", _users(fn)]
-    return [
-        f"### `{_place(fn)}`",
-        *_markdown(fn.__doc__ or "", parameters),
-        *filter(None, ["  \n".join(filter(None, last))]),
-    ]
+    last = [f"Defaults: {', '.join(defaults)}."] if defaults else []
+    last += _used_by(lambda a: fn in _functions(a))
+    return [f"### `{_qualified(fn)}`", *_markdown(fn.__doc__ or "", parameters), *(["  \n".join(last)] if last else [])]
 
 
 def _weights() -> list[str]:
-    """Of `token_weights`, whose docstring has a line a norm."""
+    """The section on `token_weights`, whose docstring has one line for each norm."""
     doc = list(_paragraphs(token_weights.token_weights.__doc__))
     names = inspect.signature(token_weights.token_weights).parameters
     out = [_linked("\n".join(lines)) for block, lines in doc if not block]
     for line in next(lines for block, lines in doc if block):
         norm, *statements = re.split(r" {2,}", line.strip())
-        rows = [f"`{name}`" for name, a in ALGORITHMS.items() if a.norm == norm]
-        out += [f"### `{norm}`", _equations(["   ".join(statements)], names)]
-        out += [f"Methods: {', '.join(rows)}."] if rows else []
+        uses = lambda a, norm=norm: a.norm == norm
+        out += [f"### `{norm}`", _equations(["   ".join(statements)], names), *_used_by(uses)]
     return out
 
 
@@ -279,11 +266,8 @@ def page() -> str:
     for title, (module, functions) in sections.items():
         files = dict.fromkeys(inspect.getmodule(fn).__name__.replace(".", "/") for fn in functions)
         links = ", ".join(f"[{f}.py](../{f}.py)" for f in files)
-        out += [
-            f"## {title}",
-            f"In {links}.",
-            *(_markdown(module.__doc__, _parameters_of(functions)) if module else []),
-        ]
+        names = {name for fn in functions for name in inspect.signature(fn).parameters}
+        out += [f"## {title}", f"In {links}.", *(_markdown(module.__doc__, names) if module else [])]
         out += [paragraph for fn in functions for paragraph in _entry(fn)]
     return "\n\n".join(out) + "\n"
 

@@ -44,6 +44,11 @@ def _curve(rows: list[dict[str, Any]], name: str) -> Curve:
     return np.array([step for step, _ in found], np.float64), values
 
 
+def _finite(rows: list[dict[str, Any]], name: str) -> Curve:
+    steps, values = _curve(rows, name)
+    return steps[np.isfinite(values)], values[np.isfinite(values)]
+
+
 def _smooth(values: np.ndarray) -> np.ndarray:
     """Mean over a centred Gaussian window of about a fortieth of the run; undefined values have no weight.
 
@@ -81,7 +86,7 @@ def panel(ax: Axes, title: str, unit: str) -> None:
 
 
 def _lines(ax: Axes, rows: list[dict[str, Any]], names: dict[str, tuple[str, str]]) -> np.ndarray:
-    """Draw metric → (label, colour): the smoothed curve over its faint values. Returns all finite values drawn."""
+    """Draw metric → (label, colour): the smoothed curve over its faint values. Returns the finite values drawn."""
     drawn = []
     for name, (label, color) in names.items():
         steps, values = _curve(rows, name)
@@ -102,9 +107,8 @@ def _lines(ax: Axes, rows: list[dict[str, Any]], names: dict[str, tuple[str, str
 def legend(ax: Axes, columns: int = 3) -> None:
     """Names in their curves' colours, on the title's line."""
     if ax.get_legend_handles_labels()[0]:
-        place = {"loc": "lower right", "bbox_to_anchor": (1.02, 1.0), "ncols": columns, "borderaxespad": 0.3}
-        ax.legend(**place, frameon=False, fontsize=9, labelcolor="linecolor", handlelength=0.9, handletextpad=0.4,
-                  columnspacing=0.9)  # fmt: skip
+        ax.legend(loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=columns, borderaxespad=0.3, frameon=False,
+            fontsize=9, labelcolor="linecolor", handlelength=0.9, handletextpad=0.4, columnspacing=0.9)  # fmt: skip
 
 
 def _absent(ax: Axes) -> None:
@@ -117,15 +121,9 @@ def _percent(ax: Axes) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%"))
 
 
-def _from_zero(ax: Axes, values: np.ndarray, least: float) -> None:
-    """An axis from 0 to a little above the largest value, `least` at least."""
-    ax.set_ylim(0, max(float(values.max()) * 1.08, least))
-
-
 def _held_out(ax: Axes, rows: list[dict[str, Any]]) -> np.ndarray:
     """Markers at the evaluations, the first and the last with their value. Returns the values drawn."""
-    steps, values = _curve(rows, "eval/accuracy")
-    steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
+    steps, values = _finite(rows, "eval/accuracy")
     size = float(np.clip(120 / max(len(values), 1), 3, 6))
     ax.plot(steps, values, color=ORANGE, linewidth=1.2, marker="o", markersize=size, markeredgecolor="white",
             markeredgewidth=0.7, label="held-out" if len(values) else "", zorder=4)  # fmt: skip
@@ -141,7 +139,7 @@ def _held_out(ax: Axes, rows: list[dict[str, Any]]) -> np.ndarray:
 
 
 def log_axis(ax: Axes, values: np.ndarray, name: Literal["x", "y"]) -> None:
-    """A log axis for values ≥ 0. If some are 0, that gets a place below the smallest decade; if all are, the bottom."""
+    """A log axis for values ≥ 0. If some are 0, so is its lower end, below the smallest decade."""
     bounds, scale = (ax.set_xlim, ax.set_xscale) if name == "x" else (ax.set_ylim, ax.set_yscale)
     axis, positive = ax.xaxis if name == "x" else ax.yaxis, values[values > 0]
     if not len(positive):
@@ -174,31 +172,30 @@ def _accuracy(ax: Axes, rows: list[dict[str, Any]]) -> None:
     _percent(ax)
 
 
-def _simple(ax: Axes, rows: list[dict[str, Any]], title: str, unit: str, names: dict[str, tuple[str, str]]) -> None:
+def _simple(
+    ax: Axes, rows: list[dict[str, Any]], title: str, unit: str, names: dict[str, tuple[str, str]]
+) -> np.ndarray:
+    """A panel of these curves, from 0 up unless some value is negative. Returns the finite values drawn."""
     panel(ax, title, unit)
     values = _lines(ax, rows, names)
     if not len(values):
-        return _absent(ax)
-    if values.min() >= 0:
-        _from_zero(ax, values, 1e-3)
+        _absent(ax)
+    elif values.min() >= 0:
+        ax.set_ylim(0, max(float(values.max()) * 1.08, 1e-3))
+    return values
 
 
 def _gap(ax: Axes, rows: list[dict[str, Any]]) -> None:
-    """On a log axis; where sampler and learner ever agree exactly, 0 gets a place below the smallest decade."""
-    panel(ax, "Sampler–learner gap", "|Δ probability|")
-    values = _lines(ax, rows, {"gap/mean": ("mean", BLUE), "gap/max": ("max", ORANGE)})
-    if not len(values):
-        return _absent(ax)
-    log_axis(ax, values, "y")
-    if not (values > 0).any():
-        ax.text(0.5, 0.5, "0 at every step", transform=ax.transAxes, ha="center", color=MUTED, fontsize=10)
-    return None
+    curves = {"gap/mean": ("mean", BLUE), "gap/max": ("max", ORANGE)}
+    values = _simple(ax, rows, "Sampler–learner gap", "|Δ probability|", curves)
+    if len(values):
+        log_axis(ax, values, "y")
+        if not (values > 0).any():
+            ax.text(0.5, 0.5, "0 at every step", transform=ax.transAxes, ha="center", color=MUTED, fontsize=10)
 
 
 def _norm(ax: Axes, rows: list[dict[str, Any]]) -> None:
-    _simple(ax, rows, "Gradient norm", "L2", {"grad_norm": ("", BLUE)})
-    values = _curve(rows, "grad_norm")[1]
-    values = values[np.isfinite(values)]
+    values = _simple(ax, rows, "Gradient norm", "L2", {"grad_norm": ("", BLUE)})
     if len(values) and values.min() > 0 and values.max() > 30 * np.median(values):  # one spike would flatten the rest
         ax.set_yscale("log")
         ax.set_ylim(0.8 * values.min(), 1.3 * values.max())
@@ -209,13 +206,11 @@ def _norm(ax: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _clipped(ax: Axes, rows: list[dict[str, Any]]) -> None:
-    panel(ax, "Clipped", "of tokens")
-    values = _lines(ax, rows, {"clip/low": ("ratio too low", BLUE), "clip/high": ("too high", ORANGE)})
-    if not len(values):
-        return _absent(ax)
-    _from_zero(ax, values, 0.01)
-    ax.yaxis.set_major_locator(MaxNLocator(2))
-    _percent(ax)
+    curves = {"clip/low": ("ratio too low", BLUE), "clip/high": ("too high", ORANGE)}
+    if len(values := _simple(ax, rows, "Clipped", "of tokens", curves)):
+        ax.set_ylim(0, max(float(values.max()) * 1.08, 0.01))
+        ax.yaxis.set_major_locator(MaxNLocator(2))
+        _percent(ax)
 
 
 def _subtitle(rows: list[dict[str, Any]]) -> str:
@@ -225,8 +220,7 @@ def _subtitle(rows: list[dict[str, Any]]) -> str:
         minutes = round(seconds / 60)
         short = f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min"
         facts.append(f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else short)
-    held_out = _curve(rows, "eval/accuracy")[1]
-    held_out = held_out[np.isfinite(held_out)]
+    held_out = _finite(rows, "eval/accuracy")[1]
     if len(held_out) > 1:
         facts.append(f"held-out accuracy {held_out[0]:.1%} → {held_out[-1]:.1%}")
     return "   ·   ".join(facts)

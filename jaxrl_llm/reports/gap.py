@@ -1,7 +1,7 @@
 """The sampler-learner gap of a checkpoint: samplers of several precisions, on several meshes, against one learner.
 
-Each sampler answers the same held-out problems from the same seeds, and the learner scores the very tokens that it
-drew. Δp is the learner's probability of such a token minus the sampler's.
+Each sampler answers the same held-out problems from the same seeds, and the learner computes the log-probs of the
+sampled tokens. Δp is the learner's probability of such a token minus the sampler's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxrl_llm.types import Rollouts, expect
 
 PRECISIONS = (("float32", ""), ("bfloat16", ""), ("int8", ""), ("int8", "int8"))  # (rollout.dtype, rollout.kv_dtype)
 SHORT = 16  # tokens: answers up to this length are the first bucket, each further one is twice as wide
-POSITIONS = 24  # ranges into which the longest possible answer is cut, at most
+POSITIONS = 24  # the longest possible answer is split into at most so many ranges
 CONTEXT = 20  # tokens shown before a token
 
 _report = jax.jit(corrections.mismatch_report)
@@ -102,23 +102,23 @@ def load(run: Path, problems: int, samples: int, worst: int) -> tuple[Learner, A
 
 
 def samplers(learner: Learner) -> list[Learner]:
-    """The learner with each sampler in the place of its own: every precision on every mesh, the run's own mesh first.
+    """Copies of the learner, one for each sampler: every precision on every mesh, the run's mesh first.
 
-    Precisions: PRECISIONS and the run's own. Meshes: the run's own, one device, and the widest tensor-parallel one
-    that the visible devices and the model's sizes allow. All draw in this process from the unfiltered distribution,
-    as a filter's renormalisation is no gap.
+    Precisions: PRECISIONS and the run's. Meshes: the run's, one device, and the widest tensor-parallel one that the
+    visible devices and the model's sizes allow. All sample in this process and without top-k or top-p, whose
+    renormalised probabilities would look like a gap.
     """
     config, model = learner.config, learner.config.model
-    own = config.rollout.dtype or model.dtype, config.rollout.kv_dtype
+    configured = config.rollout.dtype or model.dtype, config.rollout.kv_dtype
     divisor = math.gcd(model.vocab_size, model.heads, model.kv_heads, model.mlp_width)
     tensor = max(t for t in range(1, len(jax.devices()) + 1) if divisor % t == 0)
     found = []
     for mesh in dict.fromkeys((config.mesh, configs.Mesh(), configs.Mesh(tensor=tensor))):
-        for dtype, kv_dtype in dict.fromkeys((*PRECISIONS, own)):
+        for dtype, kv_dtype in dict.fromkeys((*PRECISIONS, configured)):
             r = replace(config.rollout, dtype=dtype, kv_dtype=kv_dtype, servers=(), top_k=0, top_p=1.0)
-            on = sharding.make_mesh(mesh.data, mesh.fsdp, mesh.tensor)
             variant = configs.validate(replace(config, rollout=r, mesh=mesh))
-            found.append(replace(learner, config=variant, mesh=on))
+            devices = sharding.make_mesh(mesh.data, mesh.fsdp, mesh.tensor)
+            found.append(replace(learner, config=variant, mesh=devices))
     return found
 
 
@@ -128,9 +128,9 @@ def measure_gap(learner: Learner, params: Any, sampler: Learner, *, worst: int) 
     params: the learner's, on its mesh. worst: tokens to show. Raises ValueError if a log-prob is not finite.
     """
     r, kv = sampler.config.rollout, sampler.config.rollout.kv_dtype
-    answers = sampled(sampler, params)
+    answers = sample_answers(sampler, params)
     mask = np.arange(answers.tokens.shape[1]) < answers.lengths[:, None]
-    logp = np.where(mask, scored(learner, params, answers), 0.0)
+    logp = np.where(mask, learner_logprobs(learner, params, answers), 0.0)
     for name, values in (("sampler", answers.sampler_logp), ("learner", logp)):
         expect(np.isfinite(values).all(), f"{name}'s log-probs", float(values.sum()), "finite numbers")
     whole, by_length, by_position = summary(logp, answers.sampler_logp, mask, r.max_response_tokens)
@@ -144,14 +144,14 @@ def measure_gap(learner: Learner, params: Any, sampler: Learner, *, worst: int) 
     )
 
 
-def sampled(sampler: Learner, params: Any) -> Rollouts:
-    """Answers to the held-out problems that `jaxrl eval` takes, from its seeds."""
+def sample_answers(sampler: Learner, params: Any) -> Rollouts:
+    """Answers to the held-out problems that `jaxrl eval` takes, with its seeds."""
     config = sampler.config
     count = min(config.evaluation.problems, len(sampler.task.test))
-    placed = sharding.shardings(transformer.logical_axes(config.model), params, sampler.mesh)
+    shardings = sharding.shardings(transformer.logical_axes(config.model), params, sampler.mesh)
     with jax.set_mesh(sampler.mesh):
         return groups.sample_groups(
-            trainer.make_engine(sampler, jax.device_put(params, placed)),
+            trainer.make_engine(sampler, jax.device_put(params, shardings)),
             tuple(sampler.task.test[i] for i in range(count)),
             config.evaluation.samples,
             seed=evals.SEED_STREAM + config.seed,
@@ -160,25 +160,25 @@ def sampled(sampler: Learner, params: Any) -> Rollouts:
         )
 
 
-def scored(learner: Learner, params: Any, answers: Rollouts) -> Float[np.ndarray, "B T"]:
+def learner_logprobs(learner: Learner, params: Any, answers: Rollouts) -> Float[np.ndarray, "B T"]:
     """The learner's log-probs of the answers' tokens; about as many answers at a time as a training batch has."""
     r, count, group = learner.config.rollout, len(answers.prompts), answers.group_size
     unit = sharding.rows(1, learner.mesh) * learner.config.micro_batches
-    whole = lambda n: -(-n // unit) * unit
-    n = min(whole(max(1, r.prompts * r.group_size // group)), whole(count))
+    rounded_up = lambda n: -(-n // unit) * unit
+    n = min(rounded_up(max(1, r.prompts * r.group_size // group)), rounded_up(count))
     parts = -(-count // n)
 
-    def cut(x: np.ndarray) -> np.ndarray:
-        """[parts, …], filled up with the last row."""
+    def in_parts(x: np.ndarray) -> np.ndarray:
+        """x [rows, …] as [parts, rows/parts, …]; the last part is filled up with copies of the last row."""
         missing = (parts * n - count) * (len(x) // count)
         return np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), mode="edge").reshape(parts, -1, *x.shape[1:])
 
     shape = batching.bucket(int(answers.prompt_lengths.max()) - 1), batching.bucket(int(answers.lengths.max()))
-    batch = jax.tree.map(cut, jax.device_get(batching.make_batch(answers, shape=shape)))
-    placed, logp = sharding.batch_sharding(learner.mesh), []
+    batch = jax.tree.map(in_parts, jax.device_get(batching.make_batch(answers, shape=shape)))
+    logp = []
     with jax.set_mesh(learner.mesh):
         for i in range(parts):
-            part = jax.device_put(jax.tree.map(lambda x, i=i: x[i], batch), placed)
+            part = jax.device_put(jax.tree.map(lambda x, i=i: x[i], batch), sharding.batch_sharding(learner.mesh))
             logp.append(jax.device_get(learner.logprobs(params, part)[0]))
     return np.concatenate(logp)[: count * group, : answers.tokens.shape[1]]
 
@@ -191,24 +191,24 @@ def summary(
 ) -> tuple[Stats, tuple[Span, ...], tuple[Span, ...]]:
     """The gap of all tokens, by the length of their answers, and by position.
 
-    longest: tokens that an answer may have; positions are cut into POSITIONS equal ranges of it, or fewer.
+    longest: tokens that an answer may have; positions are split into POSITIONS equal ranges of it, or fewer.
     """
     width = ((0, 0), (0, longest - mask.shape[1]))  # one shape for all samplers: one compilation
     logp, sampler_logp, mask = (np.pad(x, width) for x in (logp, sampler_logp, mask))
-    over = partial(_stats, logp, sampler_logp)
+    stats_of = partial(_stats, logp, sampler_logp)
     lengths, position = mask.sum(axis=1), np.arange(longest)
     edges = [0, *(SHORT * 2**i for i in range(longest.bit_length()))]
     step = -(-longest // POSITIONS)
     by_length = [
-        Span(low + 1, high, over(mask & ((low < lengths) & (lengths <= high))[:, None]))
+        Span(low + 1, high, stats_of(mask & ((low < lengths) & (lengths <= high))[:, None]))
         for low, high in zip(edges, edges[1:], strict=False)
     ]
     by_position = [
-        Span(low, min(low + step, longest) - 1, over(mask & (low <= position) & (position < low + step)))
+        Span(low, min(low + step, longest) - 1, stats_of(mask & (low <= position) & (position < low + step)))
         for low in range(0, longest, step)
     ]
-    there = lambda spans: tuple(s for s in spans if s.stats.tokens)
-    return over(mask), there(by_length), there(by_position)
+    nonempty = lambda spans: tuple(s for s in spans if s.stats.tokens)
+    return stats_of(mask), nonempty(by_length), nonempty(by_position)
 
 
 def _stats(logp: np.ndarray, sampler_logp: np.ndarray, mask: np.ndarray) -> Stats:
@@ -234,7 +234,7 @@ def _gaps(logp: np.ndarray, sampler_logp: np.ndarray) -> np.ndarray:
 
 
 def worst_tokens(tokenizer: Tokenizer, answers: Rollouts, logp: Float[np.ndarray, "B T"], n: int) -> tuple[Token, ...]:
-    """The `n` tokens with the largest |Δp|, largest first; one that several answers begin with alike counts once."""
+    """The `n` tokens with the largest |Δp|, largest first, without repeating a token after the same text."""
     gaps = _gaps(logp, answers.sampler_logp)
     gaps[np.arange(gaps.shape[1]) >= answers.lengths[:, None]] = -1.0
     found: dict[tuple[int, bytes], Token] = {}
@@ -242,18 +242,18 @@ def worst_tokens(tokenizer: Tokenizer, answers: Rollouts, logp: Float[np.ndarray
         if len(found) == n:
             break
         row, t = divmod(int(i), gaps.shape[1])
-        p, said = row // answers.group_size, answers.tokens[row, : t + 1]
-        before = [*answers.prompt_tokens[p, : answers.prompt_lengths[p]], *said[:-1]]
+        p, beginning = row // answers.group_size, answers.tokens[row, : t + 1]
+        before = [*answers.prompt_tokens[p, : answers.prompt_lengths[p]], *beginning[:-1]]
         token = Token(
             prompt=answers.prompts[p].text,
             context=tokenizer.decode(before[-CONTEXT:]),
-            token=tokenizer.decode(said[-1:]),
+            token=tokenizer.decode(beginning[-1:]),
             position=t,
             sampler_p=float(np.exp(answers.sampler_logp[row, t])),
             learner_p=float(np.exp(logp[row, t])),
             gap=float(gaps[row, t]),
         )
-        found.setdefault((p, said.tobytes()), token)
+        found.setdefault((p, beginning.tobytes()), token)
     return tuple(found.values())
 
 

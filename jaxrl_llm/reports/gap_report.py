@@ -67,13 +67,13 @@ def _samplers(ax: Axes, gaps: Sequence[Gap]) -> None:
 def _positions(ax: Axes, gaps: Sequence[Gap]) -> None:
     """The legend names the precisions; the line's dashes are those of the sampler's row in the other panel."""
     curves.panel(ax, "By position", "mean |Δ probability|")
-    seen = set()
+    named = set()
     for gap, style in zip(gaps, styles(gaps), strict=True):
         x = [(s.first + s.last) / 2 for s in gap.by_position]
         y = [s.stats.mean for s in gap.by_position]
-        label = "" if gap.sampler in seen else gap.sampler
+        label = "" if gap.sampler in named else gap.sampler
         ax.plot(x, y, **style, linewidth=1.8, marker="o", markersize=3.5, label=label, solid_capstyle="round")
-        seen.add(gap.sampler)
+        named.add(gap.sampler)
     curves.log_axis(ax, np.array([s.stats.mean for g in gaps for s in g.by_position]), "y")
     ax.set_xlabel("tokens of the answer before it", fontsize=9, color=curves.MUTED)
     curves.legend(ax, columns=len(COLORS))
@@ -89,10 +89,8 @@ def tables(gaps: Sequence[Gap], worst: int) -> None:
     console = rich.console.Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = COLUMNS
-    here = [g for g in gaps if g.mesh == gaps[0].mesh]
-    console.print(_by_sampler(gaps), _by_length(here), sep="\n")
-    if worst:
-        console.print(_worst(here, worst))
+    first = [g for g in gaps if g.mesh == gaps[0].mesh]
+    console.print(_by_sampler(gaps), _by_length(first), *([_worst(first, worst)] if worst else []), sep="\n")
 
 
 def _table(title: str, *columns: str, left: int = 1) -> Any:
@@ -117,7 +115,7 @@ def _by_sampler(gaps: Sequence[Gap]) -> Any:
 
 
 def _by_length(gaps: Sequence[Gap]) -> Any:
-    """Answers of some length are drawn by some samplers, perhaps, and not by others."""
+    """A dash stands where a sampler has no answer of such a length."""
     table = _table(f"mean/max by length of the answer, mesh {gaps[0].mesh}", "tokens", *(g.sampler for g in gaps))
     cells = [{(s.first, s.last): f"{_number(s.stats.mean)}/{_number(s.stats.max)}" for s in g.by_length} for g in gaps]
     for first, last in sorted(set().union(*cells)):
@@ -126,7 +124,7 @@ def _by_length(gaps: Sequence[Gap]) -> Any:
 
 
 def _worst(gaps: Sequence[Gap], n: int) -> Any:
-    """Prompts and contexts are cut to what a line holds: ends matter in a context, beginnings in a prompt."""
+    """Of a long prompt the beginning is shown, of a long context the end."""
     table = _table(f"worst tokens, mesh {gaps[0].mesh}", "sampler", "prompt", "context", "token", "at", "p sampler",
         "p learner", "|Δp|", left=4)  # fmt: skip
     every = ((g.sampler, token) for g in gaps for token in g.worst)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# --- equations ----------------------------------------------------------------------------------------------------
-
 TEX = {name: f"\\{name}" for name in ("min", "max", "exp", "log")}
 ROMAN = {"mean", "std", "var", "clip", "round", "sg"}  # operators that TeX does not know
 SYMBOLS = {
@@ -52,10 +50,10 @@ def latex(text: str, names: Iterable[str] = ()) -> str:
             symbol = _SYMBOL.match(text, i)[0]
             i += len(symbol)
             out.append(SYMBOLS.get(symbol, symbol))
-    return _joined(out)
+    return _spaced(out)
 
 
-def _joined(parts: list[str]) -> str:
+def _spaced(parts: list[str]) -> str:
     tex = ""
     for part in parts:  # a command ends where no letter follows
         tex += f" {part}" if re.search(r"\\[A-Za-z]+$", tex) and part[:1].isalpha() else part

@@ -126,7 +126,7 @@ def test_shape_must_hold_the_longest(shape, fits, batch):
         assert (made.prefix.shape[1], made.targets.shape[1]) == shape
         assert made.mask.sum() == batch.mask.sum()
     else:
-        with pytest.raises(ValueError, match=rf"shape=\({shape[0]}, {shape[1]}\).*\(4, 6\)"):
+        with pytest.raises(ValueError, match=rf"shape is \({shape[0]}, {shape[1]}\).*\(4, 6\)"):
             make_batch(make_rollouts(), shape=shape)
 
 

@@ -225,7 +225,7 @@ def test_a_critic_s_penalty_reaches_a_policy_that_does_not_ask_for_it():
 def chosen(algorithm):
     made, state = build(algorithm)
     batch, state = learner.learn_batch(made, state, scored(rollouts_of([8, 9, 7, 10], prompts=2), REWARDS))
-    return batch, made.choose(batch, *made.logprobs(state.params, batch), jax.random.key(0))
+    return batch, made.choose_tokens(batch, *made.logprobs(state.params, batch), jax.random.key(0))
 
 
 def test_covariance_is_taken_over_the_optimiser_batch():

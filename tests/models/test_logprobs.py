@@ -108,6 +108,20 @@ def test_bfloat16_hidden_states_keep_a_float32_head(case):
         np.testing.assert_allclose(x, y, rtol=2e-6, atol=4e-6)
 
 
+@pytest.mark.parametrize("chunks", [16, 2048])
+def test_a_bfloat16_head_sums_its_gradient_in_float32(chunks):
+    """Rounding the sum once costs 2 thousandths with any number of chunks; rounding each partial sum, 7 hundredths."""
+    rng = np.random.default_rng(3)
+    hidden, head = (np.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((1, chunks, D), (D, V)))
+    targets = rng.integers(0, V, (1, chunks)).astype(np.int32)
+    got = jax.grad(lambda head: token_logprobs(hidden, head, targets, chunk=1)[0].sum())(head)
+    wide, h = np.asarray(head, np.float64), np.asarray(hidden[0], np.float64)
+    p = np.exp(h @ wide)
+    expected = h.T @ (np.eye(V)[targets[0]] - p / p.sum(axis=1, keepdims=True))
+    assert got.dtype == jnp.bfloat16
+    assert np.linalg.norm(np.asarray(got, np.float64) - expected) < 4e-3 * np.linalg.norm(expected)
+
+
 def sizes(jaxpr):
     """Elements of every array in a jaxpr, inner ones included."""
     for equation in jaxpr.eqns:

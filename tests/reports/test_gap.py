@@ -125,7 +125,7 @@ def test_ranges_of_lengths_and_of_positions_add_up(measured):
 def test_tokens_are_the_answers_and_the_worst_of_them_are_shown_in_context(loaded, measured):
     learner, params = loaded
     sampler = gap.samplers(learner)[3]
-    answers, found = gap.sampled(sampler, params), measured["samplers"][3]
+    answers, found = gap.sample_answers(sampler, params), measured["samplers"][3]
     assert answers.lengths.sum() == found["whole"]["tokens"]
     assert (answers.finish == EOS).any()
 
@@ -133,7 +133,7 @@ def test_tokens_are_the_answers_and_the_worst_of_them_are_shown_in_context(loade
     whole = jax.jit(partial(response_logprobs, CONFIG.model, temperature=1.0))(params, batch)[0]
     logp = np.asarray(whole)[:, : answers.tokens.shape[1]]
     mask = np.arange(logp.shape[1]) < answers.lengths[:, None]
-    in_parts = gap.scored(learner, params, answers)  # 2 prompts at a time, of 5
+    in_parts = gap.learner_logprobs(learner, params, answers)  # 2 prompts at a time, of 5
     np.testing.assert_allclose(in_parts[mask], logp[mask], rtol=1e-5, atol=1e-6)
 
     p, q = np.exp(logp), np.exp(answers.sampler_logp)
