@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.sampler import cache
-from jaxrl_llm.sampler.cache import WIDTH_OF_KEYS, WIDTH_OF_VALUES, LayerCache, View
+from jaxrl_llm.sampler.cache import KEYS_WIDTH, VALUES_WIDTH, LayerCache, View
 from jaxrl_llm.sampler.quantize import Quantized, dequantized, quantize
 
 R, L, S, N, T, TOKENS, H, K, C = 3, 3, 6, 5, 6, 5, 4, 2, 8
@@ -42,10 +42,10 @@ def run(dtype):
     padded = [np.where((np.arange(S) < PREFIX[:, None])[..., None, None], x, 1e4) for x in (prefix_k, prefix_v)]
     empty = np.full((N, K, C, T), 1e4, np.float32)
     layer = LayerCache(
-        cache.stored(jnp.asarray(padded[0].transpose(0, 2, 3, 1), jnp.float32), dtype, WIDTH_OF_KEYS),
-        cache.stored(jnp.asarray(padded[1].transpose(0, 2, 1, 3), jnp.float32), dtype, WIDTH_OF_VALUES),
-        cache.stored(jnp.asarray(empty), dtype, WIDTH_OF_KEYS),
-        cache.stored(jnp.asarray(empty.swapaxes(2, 3)), dtype, WIDTH_OF_VALUES),
+        cache.in_dtype(jnp.asarray(padded[0].transpose(0, 2, 3, 1), jnp.float32), dtype, KEYS_WIDTH),
+        cache.in_dtype(jnp.asarray(padded[1].transpose(0, 2, 1, 3), jnp.float32), dtype, VALUES_WIDTH),
+        cache.in_dtype(jnp.asarray(empty), dtype, KEYS_WIDTH),
+        cache.in_dtype(jnp.asarray(empty.swapaxes(2, 3)), dtype, VALUES_WIDTH),
     )
     step_once = jax.jit(lambda view, q, k, v, layer: cache.decode(view)(q, k, v, layer))
     for step in range(10):

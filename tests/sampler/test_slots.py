@@ -33,7 +33,7 @@ def watched(monkeypatch):
 
     def recording(*args):
         state, forced = args[4], args[7]
-        columns, live = state.own[0][1].shape[2], int(state.answers.live.sum())
+        columns, live = state.suffixes[0][1].shape[2], int(state.answers.live.sum())
         rows = len(forced), len(state.prefixes.lengths), columns, live
         calls.append(rows)
         return inner(*args)
@@ -237,7 +237,7 @@ def test_a_wider_ring_has_every_token_of_the_narrow_one_at_its_step(have, column
         times = np.array([step - 1 - (step - 1 - c) % have for c in range(have)], np.float32)  # of what was written
         keys = np.broadcast_to(times, (3, 1, 2, have)) + 100 * np.arange(3)[:, None, None, None]
         values = keys.swapaxes(2, 3)
-        ((k, v),) = core.repack_own(((jnp.array(keys), jnp.array(values)),), step, jnp.array([2, 0]), columns)
+        ((k, v),) = core.repack_suffixes(((jnp.array(keys), jnp.array(values)),), step, jnp.array([2, 0]), columns)
         for age in range(have):
             time = step - 1 - age
             assert (k[:, 0, :, time % columns] == np.array([[200 + time], [time]])).all()
