@@ -308,6 +308,15 @@ def test_bad_ways_to_listen():
         server.Service(FakeBackend(), 0)
 
 
+@pytest.mark.parametrize("name", ["port", "metrics_port"])
+@pytest.mark.parametrize("value", [-1, 65536, 99999])
+def test_a_number_that_is_no_port_is_refused_before_anything_is_loaded(name, value):
+    loaded = []
+    with pytest.raises(ValueError, match=f"{name} is {value}; expected a port, 0 .* to 65535"):
+        server.serve(lambda: loaded.append(1), **{name: value})
+    assert not loaded
+
+
 def test_a_port_that_is_taken(worker):
     with pytest.raises(OSError, match="cannot listen on 127.0.0.1"), running(FakeBackend(), port=port_of(worker)):
         pass
