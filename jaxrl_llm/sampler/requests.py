@@ -83,34 +83,28 @@ def check(
 class StopSearch:
     """Looks for stop strings in an answer's text, each token of which is decoded a few times, whatever its length.
 
-    What is decoded begins at token `start`: text that lies before it is complete and can be no part of a stop string
-    that is still to come. Decoding from the middle may change the first characters (a space that is left out at the
-    beginning, half of a character): EDGE of them are not looked at.
+    What is decoded begins at token `start`: text before it is complete and can be no part of a stop string that is
+    still to come, and without it the tokens from `start` on decode to the same text.
     """
-
-    EDGE = 8  # characters
 
     def __init__(self, stop: Sequence[str], tokenizer: Tokenizer):
         self.stop, self.tokenizer, self.start = stop, tokenizer, 0
         self.longest = max(map(len, stop))
 
-    def _text(self, tokens: Sequence[int], start: int) -> str:
-        return self.tokenizer.decode(tokens[start:])[self.EDGE if start else 0 :]
-
     def find(self, tokens: Sequence[int], searched: int) -> int | None:
         """Tokens up to the one that completes a stop string, which is none of the first `searched`; None: no stop."""
-        holds = lambda n: any(s in self._text(tokens[:n], self.start) for s in self.stop)
+        holds = lambda n: any(s in self.tokenizer.decode(tokens[self.start : n]) for s in self.stop)
         if holds(len(tokens)):
             return next(n for n in range(min(searched + 1, len(tokens)), len(tokens) + 1) if holds(n))
         self._advance(tokens)
         return None
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        """Move `start` on, to where decoding gives the text that it gives now and enough of it is complete."""
-        text, kept = self._text(tokens, self.start), 2 * (self.longest + self.EDGE)
+        """Move `start` on, if there is a token that more than a stop string's characters follow."""
+        text, kept = self.tokenizer.decode(tokens[self.start :]), 2 * self.longest + 16
         while kept + 4 < len(tokens) - self.start:
-            for start in range(len(tokens) - kept, len(tokens) - kept - 4, -1):  # some byte begins a character
-                tail = self._text(tokens, start)
+            for start in range(len(tokens) - kept, len(tokens) - kept - 4, -1):  # of 4 bytes one begins a character
+                tail = self.tokenizer.decode(tokens[start:])
                 if text.endswith(tail) and len(tail) - tail.count("\ufffd") >= self.longest:  # U+FFFD: not yet whole
                     self.start = start
                     return

@@ -99,3 +99,28 @@ def test_dequantized_leaves_other_arrays_alone():
     assert got["a"].dtype == jnp.bfloat16
     assert got["b"] is tree["b"]
     assert isinstance(tree["a"], Quantized)
+
+
+def test_bfloat16_logits_are_not_rounded_before_the_softmax():
+    """Queries and keys in bfloat16 with logits of some tens: what is left of the error is that of the weights."""
+    n, width = 64, 64
+    q, k, v = (
+        jnp.asarray(random(*shape, seed=i), jnp.bfloat16)
+        for i, shape in enumerate([(1, 1, 4, width), (1, 1, width, n), (1, 1, n, width)])
+    )
+    exact_q, exact_k = (np.asarray(x, np.float64)[0, 0] for x in (q, k))
+    logits = exact_q @ exact_k
+    assert np.abs(logits).max() > 30
+    out, total, top = cache._softmax_parts(q, k, v, jnp.ones((1, 1, 1, n), bool))
+    exact_total = np.exp(logits - logits.max(axis=-1, keepdims=True)).sum(axis=-1, keepdims=True)
+    rounded = np.asarray(jnp.asarray(logits, jnp.bfloat16), np.float64)
+    rounded_total = np.exp(rounded - rounded.max(axis=-1, keepdims=True)).sum(axis=-1, keepdims=True)
+    before, error = (np.abs(x / exact_total - 1).max() for x in (rounded_total, np.asarray(total)[0, 0]))
+    assert before > 1e-2
+    assert error < before / 100
+    np.testing.assert_allclose(np.asarray(top)[0, 0], logits.max(axis=-1, keepdims=True), rtol=1e-6)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    exact_out = np.asarray(jnp.asarray(weights, jnp.bfloat16), np.float64) @ np.asarray(v, np.float64)[0, 0]
+    np.testing.assert_allclose(np.asarray(out)[0, 0], exact_out, atol=0.02)
+    assert out.dtype == jnp.float32
+    assert (np.asarray(out) != np.asarray(out.astype(jnp.bfloat16), np.float32)).any()  # nor is the sum of values

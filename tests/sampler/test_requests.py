@@ -1,6 +1,5 @@
 """Stop strings are found where a search of the whole answer finds them, for little work."""
 
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

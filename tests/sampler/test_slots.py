@@ -99,12 +99,12 @@ def test_shapes_come_down_again_after_a_wide_and_long_group(monkeypatch):
 
 
 def test_shapes_stay_while_a_period_needs_them(engine, monkeypatch):
-    """Groups of 2 and of 8 that take turns: the lanes of the larger ones stay, or each turn would be another program."""
-    lanes, inner = [], slots._decode
-    monkeypatch.setattr(slots, "_decode", lambda *args: lanes.append(args[5].shape[2]) or inner(*args))
+    """Groups of 2 and of 8 that take turns: the lanes of the larger stay, or each turn would be another program."""
+    widths, inner = [], slots._decode
+    monkeypatch.setattr(slots, "_decode", lambda *args: widths.append(args[5].shape[2]) or inner(*args))
     asked = [replace(r, group=8 if i % 4 == 0 else 2, max_tokens=3) for i, r in enumerate(requests(engine, MANY))]
     stream(engine, asked)
-    assert sorted(lanes) == lanes
+    assert sorted(widths) == widths
 
 
 def test_the_source_may_have_nothing_for_now(engine, base):
