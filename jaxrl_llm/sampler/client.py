@@ -53,7 +53,7 @@ class Address:
 
 @dataclass
 class _Server:
-    """One server as it was seen last. Fields below `channel` are the client's lock's."""
+    """A server as it answered last. The fields below `channel` are read and written under the client's lock."""
 
     name: str
     channel: grpc.Channel
@@ -217,7 +217,7 @@ class Client:
             self._changed.notify_all()
 
     def _wait(self, done: deque[grpc.Future], waiting: bool) -> grpc.Future | None:
-        """A call that has ended; None if there is room for one that waits, or it is time to ask for more."""
+        """A call that has ended; None if a waiting request can be sent, or `next_request` is to be asked again."""
         answered = time.monotonic()
         with self._changed:
             while not done and not (waiting and self._able()):

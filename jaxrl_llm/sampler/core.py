@@ -277,12 +277,8 @@ def decode_k(
         out = Drawn(column_of(out.tokens, token), column_of(out.logp, logp), out.count + s.live, live)
         return i + 1, tuple(new), replace(s, token=token, live=live, step=s.step + 1), out
 
-    nothing = Drawn(
-        constrain(jnp.zeros((rows, steps), jnp.int32), "batch"),
-        constrain(jnp.zeros((rows, steps), jnp.float32), "batch"),
-        jnp.zeros_like(answers.limit),
-        answers.live,
-    )
+    zeros = lambda dtype: constrain(jnp.zeros((rows, steps), dtype), "batch")
+    nothing = Drawn(zeros(jnp.int32), zeros(jnp.float32), jnp.zeros_like(answers.limit), answers.live)
     go = lambda c: (c[0] < steps) & c[2].live.any()
     _, suffixes, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.suffixes, answers, nothing))
     return DecodeState(prefixes, suffixes, answers), drawn

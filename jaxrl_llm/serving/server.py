@@ -49,7 +49,7 @@ class Backend(Protocol):
         """Queue a request that `requests.check` has passed; ValueError if it cannot be served nevertheless."""
 
     def cancel(self, future: concurrent.futures.Future[Group]) -> None:
-        """Free the request's slots; its answers are cut where they are, with finish `cancelled`."""
+        """Free the request's slots; its answers end where they are, with finish `cancelled`."""
 
     def load(self, leaves: dict[str, np.ndarray], version: int) -> float:
         """Swap all weights between two tokens; the seconds it took. ValueError: the old ones stay."""
@@ -97,9 +97,9 @@ class Service:
         """The whole group. An attempt that comes again joins the one that runs, or gets its answer.
 
         INVALID_ARGUMENT: cannot be served. FAILED_PRECONDITION: meant for a server that has restarted since, or for one
-        with another run's weights.
-        RESOURCE_EXHAUSTED: `max_waiting` groups are being sampled. UNAVAILABLE: cut by the server. UNKNOWN: it failed.
-        A call that ends early, by deadline or cancelled, cancels the group unless another call waits for it.
+        with another run's weights. RESOURCE_EXHAUSTED: `max_waiting` groups are being sampled. UNAVAILABLE: cancelled
+        by the server. UNKNOWN: it failed. A call that ends early, by deadline or cancelled, cancels the group unless
+        another call waits for it.
         """
         try:
             message = wire.parse(pb.SampleRequest, data)
@@ -129,7 +129,7 @@ class Service:
         if any(
             a.finish == types.CANCELLED and len(a.tokens) < PartialAnswer(request, g).limit for g, a in enumerate(group)
         ):
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has cut the group")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has cancelled the group")
         return self._remember(data, wire.to_reply(group))
 
     def _request(self, message: pb.SampleRequest) -> Request:

@@ -120,7 +120,7 @@ def test_a_backend_that_fails_or_cuts_a_group_says_so(worker):
     with status(Code.UNKNOWN, "broken"):
         call(worker.channel, bytes_of(Request((1,), max_tokens=8, stop=("break",))))
     worker.backend.finish = "cancelled"
-    with status(Code.UNAVAILABLE, "cut"):
+    with status(Code.UNAVAILABLE, "cancelled"):
         call(worker.channel, bytes_of(REQUEST))
     worker.backend.finish = ""
     assert len(group_of(call(worker.channel, bytes_of(REQUEST)))) == 2
@@ -133,7 +133,7 @@ def test_answers_that_their_budget_has_cut_are_answers(worker):
     (answer,) = group_of(call(worker.channel, bytes_of(Request((7,), max_tokens=64, budget=budget), "1")))
     assert answer.finish == "cancelled"
     assert budget < 64  # or the budget is not what bounds it
-    with status(Code.UNAVAILABLE, "cut"):
+    with status(Code.UNAVAILABLE, "cancelled"):
         call(worker.channel, bytes_of(Request((7,), max_tokens=64, budget=budget + 1), "2"))
 
 
