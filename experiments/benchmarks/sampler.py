@@ -110,8 +110,8 @@ def in_process(engine: decode.LocalEngine, repeats: int) -> None:
     print(f"arithmetic alone makes it {ratio:.2f} ×; matrix products run at {rate / 1e9:.0f} GFLOP/s\n")
     for prompts in (PROMPTS, 4 * PROMPTS):
         lengths = log_uniform(prompts)
-        asked, said = requests(32, lengths), scripts(lengths)
-        went = best(lambda asked=asked, said=said: decode.forced_logprobs(engine, asked, said), repeats)
+        asked, given = requests(32, lengths), scripts(lengths)
+        went = best(lambda asked=asked, given=given: decode.forced_logprobs(engine, asked, given), repeats)
         batches = [slice(i, i + PROMPTS) for i in range(0, prompts, PROMPTS)]
         longest = [np.full((PROMPTS, GROUP), lengths[b].max()) for b in batches]
         padded = [(requests(32, n), scripts(n)) for n in longest]
@@ -125,7 +125,6 @@ def in_process(engine: decode.LocalEngine, repeats: int) -> None:
 def overheads(params: object, engine: decode.LocalEngine, repeats: int) -> None:
     """What JetStream's Driver, and then gRPC, add to a token."""
     from jaxrl_llm.sampler import client
-    from jaxrl_llm.sampler import client as remote
     from jaxrl_llm.serving import backend
 
     asked = requests(32, np.full((4 * PROMPTS, GROUP), NEW_TOKENS))
@@ -141,7 +140,7 @@ def overheads(params: object, engine: decode.LocalEngine, repeats: int) -> None:
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         calls = client.Client([f"127.0.0.1:{PORT}"])
-        calls.push(remote.named(weights.push(MODEL, params, None).params), 0)
+        calls.push(client.named(weights.push(MODEL, params, None).params), 0)
         wired = best(lambda: calls.ordered(asked), repeats)
         calls.close()
     finally:
@@ -161,8 +160,8 @@ def main(remote: bool = False, repeats: int = 5) -> None:
         repeats: timed runs of each, the best of which counts.
     """
     params = transformer.init(MODEL, jax.random.key(0))
-    held = weights.push(MODEL, params, None)
-    engine = decode.LocalEngine(MODEL, endless_tokenizer(), held, max_tokens=256, slots=SLOTS)
+    pushed = weights.push(MODEL, params, None)
+    engine = decode.LocalEngine(MODEL, endless_tokenizer(), pushed, max_tokens=256, slots=SLOTS)
     print(f"one core, float32, {PROMPTS} prompts × {GROUP} answers × {NEW_TOKENS} tokens")
     in_process(engine, repeats)
     if remote:

@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,13 +35,16 @@ from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import LENGTH, TrainState
 
 
-def make_engine(learner: Learner, params: Any, version: int = 0) -> Any:
-    """A sampler with these parameters, drawing as the config's rollouts do. version: updates behind the parameters."""
+def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") -> Any:
+    """A sampler with these parameters, drawing as the config's rollouts do.
+
+    version: updates behind the parameters. run: see `Client`.
+    """
     r, config = learner.config.rollout, learner.config
     sampling, model = Sampling(r.temperature, r.top_k, r.top_p), sampler_model(config)
     kept = quantized(config)
     if r.servers:
-        servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca)
+        servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca, run=run)
         drawing = (sampling, r.max_response_tokens, r.stop)
         return RemoteEngine(servers, model, learner.tokenizer, *drawing, quantized=kept).pushed(params, version)
     return LocalEngine(
@@ -265,7 +269,8 @@ def _loop(
     at = Position()
     if found:
         state, at = found.state, _position(found.step, found.host)
-    engine, schedule = make_engine(learner, state.params, at.step), MODES[config.rollout.mode](learner)
+    run = f"{socket.gethostname()}:{out.resolve()}"  # the same when it resumes
+    engine, schedule = make_engine(learner, state.params, at.step, run), MODES[config.rollout.mode](learner)
     try:
         with (
             metrics.RunLog(out, at.step if found else None) as log,

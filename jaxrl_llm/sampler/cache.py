@@ -1,8 +1,19 @@
 """Keys and values while decoding: a prompt's once, each answer's own beside them, and attention over the two.
 
-N answers (rows) are decoded at once, and R prompts (prefixes) are held. Rows and prefixes are split over D shards; a
-row and its prefix lie in the same shard. A prefix has L lanes, one for each row that reads it.
-S and T are tokens of prefix and answer, K key-value heads, h query heads for each of them, C their width.
+    prefixes: a prompt, once      lanes: rows      suffixes: an answer's own tokens, in a ring of T = 8 columns
+                                  that read it               column   0  1  2  3  4  5  6  7
+    prefix 0  | W h a t ? . . |   [ 0 | 3 | - ] <------ row 0        a2 a3 a4 a5  .  . a0 a1
+    prefix 1  | S u m   o f 2 |   [ 1 | - | - ] <---+-- row 3        d3 d4 d5 d6  . d0 d1 d2
+                                                    +-- row 1         .  . b0 b1  .  .  .  .
+                                                        row 2 (free)  .  .  .  .  .  .  .  .
+                                                        the clock: step 11 writes column 11 mod 8 = 3 of every row
+
+One clock serves all rows, so that a step writes one contiguous slice. Row 0 was filled at step 6 and row 1 at step 10;
+what a row may see follows from when it was filled. Every prefix has L lanes, one for each row that reads it, "-" where
+there is none: gathered into lanes, the queries of a group meet their prompt's keys in one product.
+On a mesh, prefixes and rows are split alike over D shards of its batch axes; a row lies in the shard of its prefix.
+
+Sizes: N rows, R prefixes of S tokens, T columns, K key-value heads, h query heads for each of them, C their width.
 Keys are stored transposed, tokens last, which is how the products want them.
 """
 
@@ -17,19 +28,19 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.models.attention import MASKED, Attend
 from jaxrl_llm.sampler.quantize import Quantized, quantize
 
-WIDTH_OF_KEYS, WIDTH_OF_VALUES = 2, 3  # axes
+KEYS_WIDTH, KEYS_TOKENS = 2, 3  # axes of keys [·,K,C,tokens]
+VALUES_WIDTH, VALUES_TOKENS = 3, 2  # axes of values [·,K,tokens,C]
 
-
-Stored = Array | Quantized  # keys [..., C, n] or values [..., n, C] of n tokens
+Cached = Array | Quantized  # keys or values, in a float dtype or in int8 with scales
 
 
 class LayerCache(NamedTuple):
     """Keys and values of one layer."""
 
-    prefix_k: Stored  # [R,K,C,S]
-    prefix_v: Stored  # [R,K,S,C]
-    own_k: Stored  # [N,K,C,T]
-    own_v: Stored  # [N,K,T,C]
+    prefix_k: Cached  # [R,K,C,S]
+    prefix_v: Cached  # [R,K,S,C]
+    suffix_k: Cached  # [N,K,C,T]
+    suffix_v: Cached  # [N,K,T,C]
 
 
 class View(NamedTuple):
@@ -37,88 +48,94 @@ class View(NamedTuple):
 
     prefix_lengths: Int[Array, " R"]
     lanes: Int[Array, "D R/D L"]  # the row in each lane, numbered within its shard; any row where a lane is empty
-    place: Int[Array, "D N/D"]  # each row's lane, r·L + l within its shard
+    lane_of_row: Int[Array, "D N/D"]  # prefix·L + lane, the prefix numbered within its shard
     column: Int[Array, ""]  # where this step's keys and values are written
-    visible: Bool[Array, "N T"]  # columns of a row's own tokens, this step's included
+    visible: Bool[Array, "N T"]  # columns with tokens of the row's answer, this step's included
 
 
-def stored(x: Array, dtype: str, axis: int) -> Stored:
-    """x as the cache keeps it. axis: that of the width; in int8 each token and head has a scale."""
-    return quantize(x, axis) if dtype == "int8" else x.astype(dtype)
+def in_dtype(x: Array, dtype: str, width_axis: int) -> Cached:
+    """Keys or values as a cache of this dtype keeps them; in int8 each token and head has a scale."""
+    return quantize(x, width_axis) if dtype == "int8" else x.astype(dtype)
 
 
-def empty(shape: tuple[int, ...], dtype: str, axis: int) -> Stored:
-    """Room for keys or values of this shape."""
-    room = jnp.zeros(shape, dtype)
-    return Quantized(room, jnp.zeros([1 if i == axis else n for i, n in enumerate(shape)])) if dtype == "int8" else room
+def zeros(shape: tuple[int, ...], dtype: str, width_axis: int) -> Cached:
+    """Keys or values before anything is written."""
+    x = jnp.zeros(shape, dtype)
+    scales = [1 if i == width_axis else n for i, n in enumerate(shape)]
+    return Quantized(x, jnp.zeros(scales)) if dtype == "int8" else x
 
 
-def _attended(
-    q: Float[Array, "B K q C"], k: Stored, v: Stored, seen: Bool[Array, "#B 1 #q n"]
+def token_capacity(values: Cached) -> int:
+    """S of prefixes, T of suffixes."""
+    return jax.tree.leaves(values)[0].shape[VALUES_TOKENS]
+
+
+def dtype_of(x: Cached) -> str:
+    return jax.tree.leaves(x)[0].dtype.name
+
+
+def _softmax_parts(
+    q: Float[Array, "B K q C"], k: Cached, v: Cached, visible: Bool[Array, "#B 1 #q n"]
 ) -> tuple[Float[Array, "B K q C"], Float[Array, "B K q 1"], Float[Array, "B K q 1"]]:
-    """Weighted sum of values, sum of weights and the largest logit: softmax's parts, to be merged with others'."""
+    """Σ exp(logit − top)·value, Σ exp(logit − top) and top, the largest logit: to be merged with those of other keys.
+
+    Products of short formats are summed and kept in fp32, or the logits of a long prompt would be rounded.
+    """
     (k, k_scale), (v, v_scale) = (x if isinstance(x, Quantized) else (x, None) for x in (k, v))
-    logits = jnp.einsum("bkqc,bkcn->bkqn", q, k.astype(q.dtype)).astype(jnp.float32)
+    logits = jnp.einsum("bkqc,bkcn->bkqn", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
     if k_scale is not None:
         logits = logits * k_scale  # [B,K,1,n]
-    logits = jnp.where(seen, logits, MASKED)
+    logits = jnp.where(visible, logits, MASKED)
     top = logits.max(axis=-1, keepdims=True)
     weights = jnp.exp(logits - top)
     total = weights.sum(axis=-1, keepdims=True)
     if v_scale is not None:
         weights = weights * v_scale.swapaxes(2, 3)
-    out = jnp.einsum("bkqn,bknc->bkqc", weights.astype(q.dtype), v.astype(q.dtype))
-    return out.astype(jnp.float32), total, top
+    weights = weights.astype(q.dtype)
+    out = jnp.einsum("bkqn,bknc->bkqc", weights, v.astype(q.dtype), preferred_element_type=jnp.float32)
+    return out, total, top
 
 
-def _over_prefix(q: Float[Array, "N K h C"], cache: LayerCache, view: View) -> tuple[Array, Array, Array]:
-    """The rows' queries gathered into their prefixes' lanes, so that a prefix is read once for all of them."""
+def _prefix_softmax_parts(q: Float[Array, "N K h C"], cache: LayerCache, view: View) -> tuple[Array, Array, Array]:
+    """`_softmax_parts` of every row over its prompt; a prefix is read once for all rows in its lanes."""
     shards, prefixes, lanes = view.lanes.shape
     kv, heads, width = q.shape[1:]
     q = jax.vmap(lambda x, i: x[i])(q.reshape(shards, -1, *q.shape[1:]), view.lanes)  # [D,R/D,L,K,h,C]
     q = q.reshape(-1, lanes, kv, heads, width).swapaxes(1, 2).reshape(-1, kv, lanes * heads, width)
-    size = room(cache.prefix_v)
-    seen = jnp.arange(size)[None] < view.prefix_lengths[:, None]
-    parts = _attended(q, cache.prefix_k, cache.prefix_v, seen[:, None, None])
+    visible = jnp.arange(token_capacity(cache.prefix_v))[None] < view.prefix_lengths[:, None]
+    parts = _softmax_parts(q, cache.prefix_k, cache.prefix_v, visible[:, None, None])
 
-    def back(x: Array) -> Array:
+    def to_rows(x: Array) -> Array:
         x = x.reshape(-1, kv, lanes, heads, x.shape[-1]).swapaxes(1, 2).reshape(shards, prefixes * lanes, kv, heads, -1)
-        x = jax.vmap(lambda x, i: x[i])(x, view.place)
+        x = jax.vmap(lambda x, i: x[i])(x, view.lane_of_row)
         return x.reshape(-1, kv, heads, x.shape[-1])
 
-    return tuple(back(x) for x in parts)
-
-
-def room(values: Stored) -> int:
-    """Tokens that there is room for."""
-    return jax.tree.leaves(values)[0].shape[2]
-
-
-def kind(x: Stored) -> str:
-    return jax.tree.leaves(x)[0].dtype.name
+    return tuple(to_rows(x) for x in parts)
 
 
 def decode(view: View) -> Attend:
-    """One token for every row, its keys and values written to the row's own cache."""
+    """Attention for one token of every row, whose keys and values are written to the row's suffix."""
 
-    def write(old: Stored, new: Array, axis: int, tokens: int) -> Stored:
-        put = lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, view.column, axis=tokens)
-        return jax.tree.map(put, old, stored(new, kind(old), axis))
+    def write(old: Cached, new: Array, width_axis: int, token_axis: int) -> Cached:
+        put = lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, view.column, axis=token_axis)
+        return jax.tree.map(put, old, in_dtype(new, dtype_of(old), width_axis))
 
     def attend(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
         rows, _, heads, width = q.shape  # [N,1,H,C]
         kv = k.shape[2]
         q = q * width**-0.5
         cache = cache._replace(
-            own_k=write(cache.own_k, k[:, 0, :, :, None], WIDTH_OF_KEYS, 3),
-            own_v=write(cache.own_v, v[:, 0, :, None], WIDTH_OF_VALUES, 2),
+            suffix_k=write(cache.suffix_k, k[:, 0, :, :, None], KEYS_WIDTH, KEYS_TOKENS),
+            suffix_v=write(cache.suffix_v, v[:, 0, :, None], VALUES_WIDTH, VALUES_TOKENS),
         )
         q = q.reshape(rows, kv, heads // kv, width)
-        out, total, top = _over_prefix(q, cache, view)
-        own_out, own_total, own_top = _attended(q, cache.own_k, cache.own_v, view.visible[:, None, None])
-        most = jnp.maximum(top, own_top)
-        a, b = jnp.exp(top - most), jnp.exp(own_top - most)
-        out = (out * a + own_out * b) / (total * a + own_total * b)
+        prefix, prefix_total, prefix_top = _prefix_softmax_parts(q, cache, view)
+        suffix, suffix_total, suffix_top = _softmax_parts(
+            q, cache.suffix_k, cache.suffix_v, view.visible[:, None, None]
+        )
+        top = jnp.maximum(prefix_top, suffix_top)
+        a, b = jnp.exp(prefix_top - top), jnp.exp(suffix_top - top)
+        out = (prefix * a + suffix * b) / (prefix_total * a + suffix_total * b)
         return out.astype(q.dtype).reshape(rows, 1, heads, width), cache
 
     return attend

@@ -1,4 +1,4 @@
-"""The trainer's end of the wire: requests spread over several rollout workers, each answered exactly once."""
+"""The trainer's end of the wire: requests spread over several servers, each answered exactly once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from jaxrl_llm.sampler.sampling import Sampling
 
 PROBE_S = 2.0  # a server that takes longer to say that it is there gets no requests
 BACKOFF_S = 0.1, 5.0  # between attempts to reach a server that is down: the first and the longest
-FULL_S = 0.2  # a server that has no room is left alone for so long
-ASK_S = 0.2  # a source that had nothing may have something after so long: a learner that has caught up
+FULL_S = 0.2  # a server that is full gets no request for so long
+ASK_S = 0.2  # after so long a source that had no request is asked again: the learner may have caught up
 Code = grpc.StatusCode
 WRONG = {Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE, Code.UNIMPLEMENTED}  # no other attempt would do better
 FORBIDDEN = {Code.UNAUTHENTICATED, Code.PERMISSION_DENIED}
@@ -53,23 +53,23 @@ class Address:
 
 @dataclass
 class _Server:
-    """One server as it was seen last. Fields below `channel` are the client's lock's."""
+    """A server as it answered last. The fields below `channel` are read and written under the client's lock."""
 
     name: str
     channel: grpc.Channel
     up: bool = False  # it may get requests: it answers, and has the newest weights or gets them now
     instance: str = ""
-    holds: tuple[str, int] | None = None  # instance and version of the weights that were pushed
+    loaded: tuple[str, int] | None = None  # to which instance of it which version of the weights was pushed
     in_flight: int = 0
     full_until: float = 0.0
     failures: int = 0  # attempts to reach it or to push to it, since it answered last
-    said: str = "not asked yet"  # with its last failure
-    error: Exception | None = None  # that no other attempt would avoid; raised by the next call
+    last_error: str = "not asked yet"
+    refusal: Exception | None = None  # which no other attempt would avoid; raised by the next call
 
 
 @dataclass
-class _Ticket:
-    """A request on its way, the same id in every attempt."""
+class _Outgoing:
+    """A request and its attempts so far, all with the same id."""
 
     request: Request
     message: pb.SampleRequest
@@ -92,6 +92,8 @@ class Client:
     servers: host:port of each. token: what they ask for. ca: a PEM file of who signed their certificates; None: no
     TLS. deadline_s: of one attempt. in_flight: groups per server, queued ones included. retries: attempts of one
     request, after its first, that may fail. patience_s: how long no server at all may answer.
+    run: names the learner that pushes weights, the same when it resumes; a new name if left out. A server has the
+    weights of one run, and takes no other's while it hears from that learner's client (see `wire.LEARNER_S`).
 
     A server that fails or exceeds a deadline gets nothing until it answers a probe within 2 seconds and has the newest
     weights: one thread for each server looks after that. All methods may be called from several threads; they raise
@@ -109,6 +111,7 @@ class Client:
         in_flight: int = 32,
         retries: int = 10,
         patience_s: float = 120.0,
+        run: str = "",
     ):
         names = [str(Address.parse(server)) for server in servers]
         types.expect(names and len(set(names)) == len(names), "servers", list(servers), "at least one, each once")
@@ -121,7 +124,8 @@ class Client:
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         credentials = None if ca is None else grpc.ssl_channel_credentials(Path(ca).read_bytes())
         self._servers = [_Server(name, _channel(name, credentials)) for name in names]
-        self._run = uuid.uuid4().hex
+        self._client = uuid.uuid4().hex
+        self._run = run or self._client
         self._changed = threading.Condition()  # guards what follows, and the servers
         self._newest: tuple[Mapping[str, np.ndarray], int] | None = None
         self._closed = False
@@ -138,32 +142,32 @@ class Client:
         nothing is in flight, and again after a moment if it had nothing; what has failed is sent again. Closing the
         iterator cancels what is in flight.
         """
-        waiting: deque[_Ticket] = deque()
-        running: dict[grpc.Future, tuple[_Ticket, _Server]] = {}
+        waiting: deque[_Outgoing] = deque()
+        running: dict[grpc.Future, tuple[_Outgoing, _Server]] = {}
         done: deque[grpc.Future] = deque()
         try:
             while True:
                 if not waiting and not running:
                     if (request := next_request()) is None:
                         return
-                    waiting.append(_ticket(request))
+                    waiting.append(_outgoing(request))
                 while self._able():
                     if not waiting and (request := next_request()) is not None:
-                        waiting.append(_ticket(request))
+                        waiting.append(_outgoing(request))
                     if not waiting or (server := self._claim()) is None:  # another thread has taken the room
                         break
-                    ticket = waiting.popleft()
-                    call = self._send(ticket, server)
-                    running[call] = ticket, server
+                    outgoing = waiting.popleft()
+                    call = self._send(outgoing, server)
+                    running[call] = outgoing, server
                     call.add_done_callback(lambda call: self._wake(done, call))
                 if (call := self._wait(done, bool(waiting))) is None:
                     continue
-                ticket, server = running.pop(call)
+                outgoing, server = running.pop(call)
                 self._release(server)
-                if self._failed(call, ticket, server):
-                    waiting.appendleft(ticket)
+                if self._failed(call, outgoing, server):
+                    waiting.appendleft(outgoing)
                 else:
-                    yield ticket.request, _group(call.result(), ticket.request, server)
+                    yield outgoing.request, _group(call.result(), outgoing.request, server)
         finally:
             for call, (_, server) in running.items():
                 call.cancel()
@@ -171,13 +175,13 @@ class Client:
 
     def ordered(self, requests: Sequence[Request]) -> list[Group]:
         """The groups of `requests`, in their order."""
-        places: dict[int, deque[int]] = defaultdict(deque)
-        for place, request in enumerate(requests):
-            places[id(request)].append(place)
+        positions: dict[int, deque[int]] = defaultdict(deque)  # one request may be there twice
+        for i, request in enumerate(requests):
+            positions[id(request)].append(i)
         groups: list[Group | None] = [None] * len(requests)
         left = iter(requests)
         for request, group in self.sample(lambda: next(left, None)):
-            groups[places[id(request)].popleft()] = group
+            groups[positions[id(request)].popleft()] = group
         return groups
 
     def _able(self) -> list[_Server]:
@@ -199,13 +203,13 @@ class Client:
             server.in_flight -= 1
             self._changed.notify_all()
 
-    def _send(self, ticket: _Ticket, server: _Server) -> grpc.Future:
+    def _send(self, outgoing: _Outgoing, server: _Server) -> grpc.Future:
         with self._changed:
-            ticket.message.instance = server.instance
+            outgoing.message.instance, outgoing.message.run = server.instance, self._pushed_run()
         sample = server.channel.unary_unary(
             f"/{wire.SERVICE}/Sample", pb.SampleRequest.SerializeToString, pb.SampleReply.FromString
         )
-        return sample.future(ticket.message, timeout=self.deadline_s, metadata=self._metadata)
+        return sample.future(outgoing.message, timeout=self.deadline_s, metadata=self._metadata)
 
     def _wake(self, done: deque[grpc.Future], call: grpc.Future) -> None:
         with self._changed:
@@ -213,7 +217,7 @@ class Client:
             self._changed.notify_all()
 
     def _wait(self, done: deque[grpc.Future], waiting: bool) -> grpc.Future | None:
-        """A call that has ended; None if there is room for one that waits, or it is time to ask for more."""
+        """A call that has ended; None if a waiting request can be sent, or `next_request` is to be asked again."""
         answered = time.monotonic()
         with self._changed:
             while not done and not (waiting and self._able()):
@@ -221,14 +225,14 @@ class Client:
                 if any(server.up for server in self._servers):
                     answered = time.monotonic()
                 if time.monotonic() - answered > self.patience_s:
-                    said = "; ".join(f"{server.name}: {server.said}" for server in self._servers)
-                    raise ConnectionError(f"no server answers for {self.patience_s:g} s: {said}")
+                    errors = "; ".join(f"{server.name}: {server.last_error}" for server in self._servers)
+                    raise ConnectionError(f"no server answers for {self.patience_s:g} s: {errors}")
                 self._changed.wait(ASK_S)
                 if not waiting and self._able():
                     break
             return done.popleft() if done else None
 
-    def _failed(self, call: grpc.Future, ticket: _Ticket, server: _Server) -> bool:
+    def _failed(self, call: grpc.Future, outgoing: _Outgoing, server: _Server) -> bool:
         """Whether the call is to be made again. Raises what no other attempt would avoid."""
         error = call.exception()
         if error is None:
@@ -239,12 +243,13 @@ class Client:
             if error.code() is Code.RESOURCE_EXHAUSTED:
                 server.full_until = time.monotonic() + FULL_S
                 return True
-            server.up, server.said = False, f"{error.code().name}: {error.details()}"
+            server.up, server.last_error = False, f"{error.code().name}: {error.details()}"
             self._changed.notify_all()
-            said = server.said
-        ticket.failures += error.code() is not Code.FAILED_PRECONDITION  # it has restarted, nothing was tried
-        if ticket.failures > self.retries:
-            raise ConnectionError(f"a request failed {ticket.failures} times, at last on {server.name}: {said}")
+            last_error = server.last_error
+        # A failed precondition is no failure: the server has restarted, or has other weights.
+        outgoing.failures += error.code() is not Code.FAILED_PRECONDITION
+        if outgoing.failures > self.retries:
+            raise ConnectionError(f"a request failed {outgoing.failures} times, at last on {server.name}: {last_error}")
         return True
 
     # --- weights ------------------------------------------------------------------------------------------------
@@ -261,34 +266,38 @@ class Client:
             types.expect(loaded <= version < 2**31, "version", version, f"at least {max(loaded, 0)}, an int32")
             self._newest = {name: np.asarray(leaf) for name, leaf in leaves.items()}, version
             for server in self._servers:
-                server.holds, server.error, server.failures = None, None, 0
+                server.loaded, server.refusal, server.failures = None, None, 0
             self._changed.notify_all()
-            self._changed.wait_for(lambda: all(s.holds or s.error or s.failures for s in self._servers) or self._closed)
+            self._changed.wait_for(
+                lambda: all(s.loaded or s.refusal or s.failures for s in self._servers) or self._closed
+            )
             self._raise()
-            reached = sum(s.holds is not None for s in self._servers)
+            reached = sum(s.loaded is not None for s in self._servers)
         return {"seconds": time.monotonic() - start, "bytes": float(reached * wire.size(leaves))}
 
     def _raise(self) -> None:
         types.expect(not self._closed, "client", "closed", "a client that is open")
         for server in self._servers:
-            if server.error is not None:
-                error, server.error = server.error, None
+            if server.refusal is not None:
+                error, server.refusal = server.refusal, None
                 self._changed.notify_all()  # another attempt, for the next call
                 raise error
 
     # --- one thread for each server ------------------------------------------------------------------------------
 
     def _keep(self, server: _Server) -> None:
-        """While the client is open: see that the server answers and has the newest weights."""
+        """While the client is open: see that the server answers, has the newest weights and knows that we are here."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or (server.error is None and self._behind(server)))
+                due = lambda: self._closed or (server.refusal is None and self._behind(server))
+                self._changed.wait_for(due, wire.LEARNER_S / 3)
                 if self._closed:
                     return
-                newest, known = self._newest, server.holds
+                newest, loaded = self._newest, server.loaded
             try:
-                instance = self._stats(server).result().instance
-                if newest is not None and known != (instance, newest[1]):
+                reply = self._stats(server).result()
+                weights = newest and (reply.instance, newest[1])
+                if weights and (loaded != weights or (reply.run, reply.version) != (self._run, newest[1])):
                     self._load(server, *newest)
             except grpc.RpcError as error:
                 self._down(server, error)
@@ -297,18 +306,18 @@ class Client:
                 return
             with self._changed:
                 if newest is self._newest:  # or there has been another push meanwhile
-                    server.instance, server.holds = instance, newest and (instance, newest[1])
+                    server.instance, server.loaded = reply.instance, weights
                     server.up, server.failures = not self._closed, 0
                     self._changed.notify_all()
 
     def _behind(self, server: _Server) -> bool:
-        return not server.up or (self._newest is not None and server.holds is None)
+        return not server.up or (self._newest is not None and server.loaded is None)
 
     def _down(self, server: _Server, error: grpc.RpcError) -> None:
         exception = _exception(server, error, loading=True)
         with self._changed:
-            server.up, server.error = False, exception
-            server.said = f"{error.code().name}: {error.details()}"
+            server.up, server.refusal = False, exception
+            server.last_error = f"{error.code().name}: {error.details()}"
             server.failures += 1
             newest = self._newest
             self._changed.notify_all()
@@ -316,17 +325,23 @@ class Client:
             pause = min(first * 2 ** min(server.failures - 1, 10), longest)
             self._changed.wait_for(lambda: self._closed or self._newest is not newest, pause)
 
-    def _stats(self, server: _Server) -> grpc.Future:
+    def _pushed_run(self) -> str:
+        """Our run, if we have pushed weights: only then do we mind whose the server has."""
+        return "" if self._newest is None else self._run
+
+    def _stats(self, server: _Server, leaves: bool = False) -> grpc.Future:
         call = server.channel.unary_unary(
             f"/{wire.SERVICE}/Stats", pb.StatsRequest.SerializeToString, pb.StatsReply.FromString
         )
-        return call.future(pb.StatsRequest(), timeout=PROBE_S, metadata=self._metadata)
+        return call.future(
+            pb.StatsRequest(run=self._pushed_run(), leaves=leaves), timeout=PROBE_S, metadata=self._metadata
+        )
 
     def _load(self, server: _Server, leaves: Mapping[str, np.ndarray], version: int) -> None:
         call = server.channel.stream_unary(
             f"/{wire.SERVICE}/LoadWeights", pb.Chunk.SerializeToString, pb.LoadReply.FromString
         )
-        call(wire.to_chunks(leaves, version, self._run), timeout=self.deadline_s, metadata=self._metadata)
+        call(wire.to_chunks(leaves, version, self._run, self._client), timeout=self.deadline_s, metadata=self._metadata)
 
     # --- the rest -----------------------------------------------------------------------------------------------
 
@@ -348,6 +363,8 @@ class Client:
             for server in self._servers:
                 server.up = False
             self._changed.notify_all()
+        for call in [self._stats(server, leaves=True) for server in self._servers if server.loaded]:
+            call.exception()  # or the answer: another learner need not wait until we are taken to be gone
         for server in self._servers:
             server.channel.close()
         for keeper in self._keepers:
@@ -369,13 +386,13 @@ def _channel(name: str, credentials: grpc.ChannelCredentials | None) -> grpc.Cha
     return grpc.secure_channel(name, credentials, options)
 
 
-def _ticket(request: Request) -> _Ticket:
+def _outgoing(request: Request) -> _Outgoing:
     """ValueError for what no server could serve, before any is asked."""
     requests.check(request, vocab_size=2**31, max_tokens=2**31 - 1)
     message = wire.to_request_message(request, id=uuid.uuid4().hex)
     size = message.ByteSize() + 64  # room for the instance
     types.expect(size <= wire.MAX_MESSAGE, "request", f"{size} bytes", f"at most {wire.MAX_MESSAGE} bytes")
-    return _Ticket(request, message)
+    return _Outgoing(request, message)
 
 
 def _group(reply: pb.SampleReply, request: Request, server: _Server) -> Group:
@@ -405,9 +422,9 @@ class RemoteEngine:
     def pushed(self, params: Any, version: int | None = None) -> RemoteEngine:
         """The same servers with the learner's parameters, one version on."""
         version = self.version + 1 if version is None else version
-        held = weights.push(self.model, params, None, version=version, quantized=self.quantized)
-        self.client.push(named(held.params), version)
-        return replace(self, version=version, bytes=held.bytes)
+        new = weights.push(self.model, params, None, version=version, quantized=self.quantized)
+        self.client.push(named(new.params), version)
+        return replace(self, version=version, bytes=new.bytes)
 
     def close(self) -> None:
         self.client.close()

@@ -1,9 +1,8 @@
 """The sampler's pure core: prefill prompts, insert answers into rows, decode k tokens for every row.
 
-N rows hold an answer each and R prefixes a prompt each; a prompt is prefilled once and read by all of its answers. Its
-last token is no part of the prefix: it is the first input of each answer, so there is one way to draw a token.
-Time is global: every row writes decoding step s into column s mod T of its cache, so a write is one contiguous slice
-however long ago the row was filled; `start` remembers when.
+N rows hold an answer each and R prefixes a prompt each (drawn in cache.py); a prompt is prefilled once and read by all
+of its answers. Its last token is no part of the prefix: it is the first input of each answer, so that the first token
+is drawn like all others. In decoding step s every row writes column s mod T; `start` remembers when a row was filled.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from jaxrl_llm.models import attention, transformer
 from jaxrl_llm.models.logprobs import tempered_logits
 from jaxrl_llm.parallel.sharding import constrain
 from jaxrl_llm.sampler import cache
-from jaxrl_llm.sampler.cache import WIDTH_OF_KEYS, WIDTH_OF_VALUES, LayerCache, Stored, View, kind, room
+from jaxrl_llm.sampler.cache import KEYS_TOKENS, KEYS_WIDTH, VALUES_TOKENS, VALUES_WIDTH, Cached, token_capacity
 from jaxrl_llm.sampler.quantize import dequantized
 from jaxrl_llm.sampler.sampling import Draw, sample
 
-KeysValues = tuple[tuple[Stored, Stored], ...]  # of each layer
+KeysValues = tuple[tuple[Cached, Cached], ...]  # of each layer
 
 
 @jax.tree_util.register_dataclass
@@ -39,13 +38,13 @@ class Prefixes:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Answers:
-    """Where N answers are."""
+    """How far the answers in N rows have come."""
 
-    step: Int[Array, ""]  # the clock
-    start: Int[Array, " N"]  # decoding step at which the row had no token
+    step: Int[Array, ""]  # decoding steps so far, the clock of all rows
+    start: Int[Array, " N"]  # the step that drew, or would have drawn, the answer's first token
     limit: Int[Array, " N"]  # tokens an answer may have
     token: Int[Array, " N"]  # the next input
-    live: Bool[Array, " N"]
+    live: Bool[Array, " N"]  # there is more to be drawn
     draw: Draw  # how each row's tokens are drawn, and its key; position is folded in for each token
 
 
@@ -55,34 +54,34 @@ class DecodeState:
     """Everything that decoding reads and writes. R prefixes, N rows, T columns."""
 
     prefixes: Prefixes
-    own: KeysValues  # [N,K,C,T], [N,K,T,C]
+    suffixes: KeysValues  # [N,K,C,T], [N,K,T,C]
     answers: Answers
 
 
 class Prefilled(NamedTuple):
-    """Keys and values of M prompts, and of the U tokens that each of their G answers has already. A layer each."""
+    """Keys and values of M prompts, and of the U tokens that each of their G answers has been fed already."""
 
-    prefix: KeysValues  # [M,K,C,S], [M,K,S,C]
-    own: KeysValues  # [M·G,K,C,U], [M·G,K,U,C]
+    prefixes: KeysValues  # [M,K,C,S], [M,K,S,C]
+    suffixes: KeysValues  # [M·G,K,C,U], [M·G,K,U,C]
 
 
 class Rows(NamedTuple):
-    """Answers to be inserted, in arrays of Q; a row number past the end is dropped (padding)."""
+    """Q answers to be inserted; one whose row number is past the end is dropped (padding)."""
 
     row: Int[Array, " Q"]
     token: Int[Array, " Q"]  # the first input
-    count: Int[Array, " Q"]  # tokens the answer has already
+    count: Int[Array, " Q"]  # tokens that the answer has already
     limit: Int[Array, " Q"]
     draw: Draw
 
 
 class Drawn(NamedTuple):
-    """What one call has drawn. Row n's tokens are the first count[n] of its k."""
+    """What one call of `decode_k` has drawn. Row n's tokens are the first count[n] of its k."""
 
     tokens: Int[Array, "N k"]
     logp: Float[Array, "N k"]
     count: Int[Array, " N"]
-    live: Bool[Array, " N"]  # goes on
+    live: Bool[Array, " N"]  # there is more to be drawn
 
 
 def _blocks(config: transformer.ModelConfig, params: Any) -> tuple[transformer.Transformer, list[transformer.Block]]:
@@ -103,35 +102,39 @@ def prefill(
     lengths: Int[Array, " M"],
     begun: Int[Array, "M G U"],
 ) -> Prefilled:
-    """Keys and values of prompts without their last token, right-padded, and of what their answers have been fed.
+    """Keys and values of prompts, without their last token and right-padded, and of the inputs of begun answers.
 
-    An answer of n tokens has been fed the prompt's last token and its own first n−1. U is 0 when nothing was begun.
+    begun: what each answer has been fed, which for n tokens is the prompt's last and its own first n−1. U is 0 when no
+    answer was begun.
     """
     model, blocks = _blocks(config, params)
     (m, size), (_, group, fed) = prefix.shape, begun.shape
-    own = lengths[:, None] + jnp.tile(jnp.arange(fed), group)[None]
-    positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (m, size)), own], axis=1)
+    behind_prompt = lengths[:, None] + jnp.tile(jnp.arange(fed), group)[None]
+    positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (m, size)), behind_prompt], axis=1)
     angles = transformer.rope(positions, config)
     inner = attention.grouped(lengths, size, group) if fed else lambda q, k, v, _: (attention.causal(q, k, v), None)
     attend = lambda q, k, v, _: (inner(q, k, v, None)[0], (k, v))
     x = model.embedded(jnp.concatenate([prefix, begun.reshape(m, group * fed)], axis=1))
-    prefixes, owns = [], []
+    prefixes, suffixes = [], []
     for block in blocks:
         x, (k, v) = block(x, angles, attend, None)
         answers = [y[:, size:].reshape(m * group, fed, *y.shape[2:]) for y in (k, v)]
         prefixes.append((k[:, :size].transpose(0, 2, 3, 1), v[:, :size].swapaxes(1, 2)))
-        owns.append((answers[0].transpose(0, 2, 3, 1), answers[1].swapaxes(1, 2)))
-    return Prefilled(tuple(prefixes), tuple(owns))
+        suffixes.append((answers[0].transpose(0, 2, 3, 1), answers[1].swapaxes(1, 2)))
+    return Prefilled(tuple(prefixes), tuple(suffixes))
 
 
 def init_prefixes(config: transformer.ModelConfig, kv_dtype: str, prefixes: int, size: int) -> Prefixes:
-    """Room for prompts of up to `size` + 1 tokens. kv_dtype: of keys and values."""
-    return Prefixes(_room(config, kv_dtype, prefixes, size), _split(jnp.zeros(prefixes, jnp.int32)))
+    """Empty prefixes for prompts of up to `size` + 1 tokens. kv_dtype: of keys and values."""
+    return Prefixes(init_suffixes(config, kv_dtype, prefixes, size), _split(jnp.zeros(prefixes, jnp.int32)))
 
 
-def init_own(config: transformer.ModelConfig, kv_dtype: str, rows: int, columns: int) -> KeysValues:
-    """Room for answers of up to `columns` tokens."""
-    return _room(config, kv_dtype, rows, columns)
+def init_suffixes(config: transformer.ModelConfig, kv_dtype: str, rows: int, columns: int) -> KeysValues:
+    """Keys and values that are all 0, for answers of up to `columns` tokens."""
+    kv, width = config.kv_heads, config.head_width
+    keys = lambda: _split(cache.zeros((rows, kv, width, columns), kv_dtype, KEYS_WIDTH))
+    values = lambda: _split(cache.zeros((rows, kv, columns, width), kv_dtype, VALUES_WIDTH))
+    return tuple((keys(), values()) for _ in range(config.layers))
 
 
 def init_answers(rows: int) -> Answers:
@@ -142,30 +145,23 @@ def init_answers(rows: int) -> Answers:
     return Answers(jnp.int32(0), zeros(), zeros(), zeros(), zeros(bool), draw)
 
 
-def _room(config: transformer.ModelConfig, kv_dtype: str, n: int, tokens: int) -> KeysValues:
-    kv, width = config.kv_heads, config.head_width
-    keys = lambda: _split(cache.empty((n, kv, width, tokens), kv_dtype, WIDTH_OF_KEYS))
-    values = lambda: _split(cache.empty((n, kv, tokens, width), kv_dtype, WIDTH_OF_VALUES))
-    return tuple((keys(), values()) for _ in range(config.layers))
-
-
 def _split(tree: Any) -> Any:
-    """Rows over the mesh's batch axes, heads over its tensor axis."""
+    """Arrays with their rows over the mesh's batch axes and their heads over its tensor axis."""
     return jax.tree.map(lambda x: constrain(x, "batch", *(("kv_heads",) if x.ndim > 1 else ())), tree)
 
 
 def insert_prefixes(
     prefixes: Prefixes, filled: KeysValues, lengths: Int[Array, " M"], into: Int[Array, " M"]
 ) -> Prefixes:
-    """Put M prefilled prompts into prefixes `into`; a number past the end is dropped (padding)."""
+    """Put M prefilled prompts into the prefixes numbered `into`; a number past the end is dropped (padding)."""
 
-    def put(old: Stored, new: Array, width: int) -> Stored:
-        new = cache.stored(new, kind(old), width)
+    def put(old: Cached, new: Array, width_axis: int) -> Cached:
+        new = cache.in_dtype(new, cache.dtype_of(old), width_axis)
         grown = lambda a, b: jnp.pad(b, [(0, 0), *((0, n - m) for n, m in zip(a.shape[1:], b.shape[1:], strict=True))])
         return jax.tree.map(lambda a, b: a.at[into].set(grown(a, b), mode="drop"), old, new)
 
     kv = tuple(
-        (put(keys, k, WIDTH_OF_KEYS), put(values, v, WIDTH_OF_VALUES))
+        (put(keys, k, KEYS_WIDTH), put(values, v, VALUES_WIDTH))
         for (keys, values), (k, v) in zip(prefixes.kv, filled, strict=True)
     )
     return Prefixes(kv, prefixes.lengths.at[into].set(lengths, mode="drop"))
@@ -184,47 +180,47 @@ def insert_rows(answers: Answers, rows: Rows) -> Answers:
     )
 
 
-def insert_own(own: KeysValues, step: Int[Array, ""], rows: Rows, filled: KeysValues) -> KeysValues:
-    """Keys and values [Q,K,C,U], [Q,K,U,C] of the tokens that continued answers have been fed."""
-    columns = room(own[0][1])
-    at = (jnp.arange(columns)[None] - (step - rows.count)[:, None]) % columns  # an answer's token in each column
+def insert_suffixes(suffixes: KeysValues, step: Int[Array, ""], rows: Rows, filled: KeysValues) -> KeysValues:
+    """Put the keys and values [Q,K,C,U], [Q,K,U,C] of what continued answers have been fed into their rows."""
+    columns = token_capacity(suffixes[0][1])
+    token = (jnp.arange(columns)[None] - (step - rows.count)[:, None]) % columns  # [Q,T]: the one that a column holds
 
-    def put(old: Stored, new: Array, width: int) -> Stored:
-        tokens = 5 - width  # keys have their tokens last, values their width
-        index = jnp.expand_dims(jnp.minimum(at, new.shape[tokens] - 1), (1, width))
-        new = cache.stored(jnp.take_along_axis(new, index, axis=tokens), kind(old), width)
+    def put(old: Cached, new: Array, width_axis: int, token_axis: int) -> Cached:
+        index = jnp.expand_dims(jnp.minimum(token, new.shape[token_axis] - 1), (1, width_axis))
+        new = cache.in_dtype(jnp.take_along_axis(new, index, axis=token_axis), cache.dtype_of(old), width_axis)
         return jax.tree.map(lambda a, b: a.at[rows.row].set(b, mode="drop"), old, new)
 
     return tuple(
-        (put(keys, k, WIDTH_OF_KEYS), put(values, v, WIDTH_OF_VALUES))
-        for (keys, values), (k, v) in zip(own, filled, strict=True)
+        (put(keys, k, KEYS_WIDTH, KEYS_TOKENS), put(values, v, VALUES_WIDTH, VALUES_TOKENS))
+        for (keys, values), (k, v) in zip(suffixes, filled, strict=True)
     )
 
 
 def repack_prefixes(prefixes: Prefixes, source: Int[Array, " R'"], size: int) -> Prefixes:
-    """Prompts in other places, with room for `size` tokens, no less than before: new place r has old source[r]."""
+    """Prompts renumbered and with space for `size` tokens: new prefix r is old prefix source[r], any if negative."""
 
-    def moved(x: Array, tokens: int) -> Array:
-        x = x[jnp.maximum(source, 0)]
-        return _split(jnp.pad(x, [(0, size - n if i == tokens else 0) for i, n in enumerate(x.shape)]))
+    def moved(x: Array, token_axis: int) -> Array:
+        x = jax.lax.slice_in_dim(x[jnp.maximum(source, 0)], 0, min(size, x.shape[token_axis]), axis=token_axis)
+        return _split(jnp.pad(x, [(0, size - n if i == token_axis else 0) for i, n in enumerate(x.shape)]))
 
-    move = lambda x, tokens: jax.tree.map(lambda y: moved(y, tokens), x)
-    kv = tuple((move(k, 3), move(v, 2)) for k, v in prefixes.kv)
+    move = lambda x, token_axis: jax.tree.map(lambda y: moved(y, token_axis), x)
+    kv = tuple((move(k, KEYS_TOKENS), move(v, VALUES_TOKENS)) for k, v in prefixes.kv)
     return Prefixes(kv, _split(prefixes.lengths[jnp.maximum(source, 0)]))
 
 
-def repack_own(own: KeysValues, step: Int[Array, ""], source: Int[Array, " N'"], columns: int) -> KeysValues:
-    """Keys and values in other rows and columns, as long as no live answer has more tokens than there are columns."""
-    have = room(own[0][1])
-    age = (step - 1 - jnp.arange(columns)) % columns  # of each new column; the same for all rows
+def repack_suffixes(suffixes: KeysValues, step: Int[Array, ""], source: Int[Array, " N'"], columns: int) -> KeysValues:
+    """Suffixes in other rows and in a ring of `columns`, which no live answer's tokens may exceed."""
+    old_columns = token_capacity(suffixes[0][1])
+    age = (step - 1 - jnp.arange(columns)) % columns  # steps since a new column was written, the same for all rows
 
-    def widened(x: Array, tokens: int) -> Array:
-        if columns % have == 0:  # whatever the step, column c is where c mod `have` was: copies beside each other
-            return jnp.concatenate([x] * (columns // have), axis=tokens)
-        return jnp.take(x, (step - 1 - age) % have, axis=tokens)
+    def moved(x: Array, token_axis: int) -> Array:
+        x = x[jnp.maximum(source, 0)]
+        if columns % old_columns == 0:  # then new column c is old column c mod `old_columns`, whatever the step
+            return _split(jnp.concatenate([x] * (columns // old_columns), axis=token_axis))
+        return _split(jnp.take(x, (step - 1 - age) % old_columns, axis=token_axis))
 
-    move = lambda x, tokens: jax.tree.map(lambda y: _split(widened(y[jnp.maximum(source, 0)], tokens)), x)
-    return tuple((move(k, 3), move(v, 2)) for k, v in own)
+    move = lambda x, token_axis: jax.tree.map(lambda y: moved(y, token_axis), x)
+    return tuple((move(k, KEYS_TOKENS), move(v, VALUES_TOKENS)) for k, v in suffixes)
 
 
 def repack_answers(answers: Answers, source: Int[Array, " N'"]) -> Answers:
@@ -241,22 +237,22 @@ def decode_k(
     params: Any,
     state: DecodeState,
     lanes: Int[Array, "D R/D L"],
-    place: Int[Array, "D N/D"],
+    lane_of_row: Int[Array, "D N/D"],
     forced: Int[Array, "N k"],
 ) -> tuple[DecodeState, Drawn]:
-    """Up to k more tokens for every live answer, in one loop that ends early when none is left.
+    """Up to k more tokens for every live answer, in one loop that ends early when no answer is live.
 
-    Log-probs come from the same fp32 logits that the token is drawn from. An answer ends with an end-of-sequence token
-    (kept) or at its limit; finished rows ride along without effect until they are filled again. `lanes` and `place`:
-    see `View`. `filtered`: some row has a top-k or top-p filter. `forced`: tokens to be taken in place of drawing,
-    negative where to draw.
+    Log-probs come from the same fp32 logits that the token is drawn from. An answer ends with any of `eos_ids` (kept)
+    or at its limit; rows whose answer has ended are computed too, without effect, until they are filled again.
+    filtered: some row has a top-k or top-p filter. lanes, lane_of_row: see `View`. forced: tokens to be taken in place
+    of drawing, negative where to draw.
     """
     model, blocks = _blocks(config, params)
     head = model.head_matrix()
-    (rows, steps), columns = forced.shape, room(state.own[0][1])
+    (rows, steps), columns = forced.shape, token_capacity(state.suffixes[0][1])
     prefixes, answers = state.prefixes, state.answers
     eos = jnp.asarray(eos_ids, jnp.int32)
-    lengths = jax.vmap(lambda n, p: n[p // lanes.shape[2]])(prefixes.lengths.reshape(lanes.shape[:2]), place)
+    lengths = jax.vmap(lambda n, p: n[p // lanes.shape[2]])(prefixes.lengths.reshape(lanes.shape[:2]), lane_of_row)
     first = lengths.reshape(-1) + answers.step - answers.start
     # Of all the steps at once: within the loop XLA would compute a cosine and a sine for each head and layer again.
     angles = transformer.rope(first[None] + jnp.arange(steps)[:, None], config)
@@ -266,13 +262,13 @@ def decode_k(
         count = s.step - s.start  # tokens that a live answer has
         column = s.step % columns
         age = (column - jnp.arange(columns)) % columns
-        view = View(prefixes.lengths, lanes, place, column, age[None] <= count[:, None])
+        view = cache.View(prefixes.lengths, lanes, lane_of_row, column, age[None] <= count[:, None])
         attend = cache.decode(view)
         here = jax.tree.map(lambda a: a[i][:, None], angles)
         x, new = model.embedded(s.token[:, None]), []
-        for block, prompt, own in zip(blocks, prefixes.kv, kv, strict=True):
-            x, layer = block(x, here, attend, LayerCache(*prompt, *own))
-            new.append((layer.own_k, layer.own_v))
+        for block, prefix, suffix in zip(blocks, prefixes.kv, kv, strict=True):
+            x, layer = block(x, here, attend, cache.LayerCache(*prefix, *suffix))
+            new.append((layer.suffix_k, layer.suffix_v))
         with jax.named_scope("sample"):
             logits = tempered_logits(model.norm(x)[:, 0], head, 1.0)
             token, logp = sample(logits, s.draw, count, forced[:, i], filtered)
@@ -281,12 +277,8 @@ def decode_k(
         out = Drawn(column_of(out.tokens, token), column_of(out.logp, logp), out.count + s.live, live)
         return i + 1, tuple(new), replace(s, token=token, live=live, step=s.step + 1), out
 
-    nothing = Drawn(
-        constrain(jnp.zeros((rows, steps), jnp.int32), "batch"),
-        constrain(jnp.zeros((rows, steps), jnp.float32), "batch"),
-        jnp.zeros_like(answers.limit),
-        answers.live,
-    )
+    zeros = lambda dtype: constrain(jnp.zeros((rows, steps), dtype), "batch")
+    nothing = Drawn(zeros(jnp.int32), zeros(jnp.float32), jnp.zeros_like(answers.limit), answers.live)
     go = lambda c: (c[0] < steps) & c[2].live.any()
-    _, own, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.own, answers, nothing))
-    return DecodeState(prefixes, own, answers), drawn
+    _, suffixes, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.suffixes, answers, nothing))
+    return DecodeState(prefixes, suffixes, answers), drawn

@@ -1,4 +1,4 @@
-"""The in-process sampling loop: rows are filled, decoded, harvested, filled again. No threads, whatever the hosts."""
+"""The in-process sampling loop: rows are filled, decoded, harvested, filled again, all in the caller's thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler import weights
 from jaxrl_llm.sampler.requests import Group, NextRequest, PartialAnswer, Request, check
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.sampler.slots import ActiveGroup, Slots
+from jaxrl_llm.sampler.slots import ActiveGroup, SlotConfig, Slots
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,8 @@ class LocalEngine:
     tokens_per_call: int = 32  # decoding steps between two looks from the host
     quantized: str = ""  # int8 or int4: how pushed weights are kept
     kv_dtype: str = ""  # float32, bfloat16 or int8; that of the activations if left out
-    exact: bool = (
-        False  # one shape, and no row filled before all are done: `forced_logprobs` log-probs are equal bit for bit
-    )
+    # One shape, and no row filled before all answers are done: `forced_logprobs` gives the same log-probs bit for bit.
+    exact: bool = False
     mesh: Mesh | None = None
 
     def sample(
@@ -50,9 +49,9 @@ class LocalEngine:
 
     def pushed(self, params: Any) -> LocalEngine:
         """The same engine with the learner's parameters, one version on."""
-        held = weights.push(self.model, params, self.mesh, version=self.version + 1, quantized=self.quantized)
-        jax.block_until_ready(held.params)
-        return replace(self, weights=held)
+        new = weights.push(self.model, params, self.mesh, version=self.version + 1, quantized=self.quantized)
+        jax.block_until_ready(new.params)
+        return replace(self, weights=new)
 
     def close(self) -> None:
         """Nothing to be closed in this process."""
@@ -73,22 +72,24 @@ def _sample(
     latest: Callable[[], weights.SamplerWeights],
     script: Callable[[Request, int], tuple[int, ...]] = lambda request, number: (),
 ) -> Iterator[tuple[Request, Group]]:
-    """`LocalEngine.sample`; and, for answers that have a script, those tokens instead of drawn ones."""
-    slots, waiting = Slots(engine), deque()
+    """`LocalEngine.sample`, with the tokens of `script` instead of drawn ones for answers that have one."""
+    shared = ("model", "tokenizer", "slots", "max_prompt_tokens", "max_tokens", "tokens_per_call", "kv_dtype", "exact")
+    slots = Slots(SlotConfig(**{name: getattr(engine, name) for name in shared}, mesh=engine.mesh))
+    waiting: deque[PartialAnswer] = deque()
+    limits = {"max_prompt_tokens": engine.max_prompt_tokens} if engine.max_prompt_tokens else {}
+    limits |= {"max_tokens": engine.max_tokens} if engine.exact else {}
     while True:
         while slots.busy + len(waiting) < engine.slots and (request := next_request()) is not None:
-            room = {"max_prompt_tokens": engine.max_prompt_tokens} if engine.max_prompt_tokens else {}
-            room |= {"max_tokens": engine.max_tokens} if engine.exact else {}
-            check(request, vocab_size=engine.model.vocab_size, **room)
+            check(request, vocab_size=engine.model.vocab_size, **limits)
             group = ActiveGroup(request, [PartialAnswer(request, g, script(request, g)) for g in range(request.group)])
-            waiting += [(group, draft) for draft in group.drafts if draft.open]
-            if not group.left:
-                yield request, group.answers()
+            waiting += [answer for answer in group.answers if answer.open]
+            if not group.is_open:
+                yield request, group.result()
         if not waiting and not slots.busy:
             return
         slots.fill(latest(), waiting)
         for group in slots.step(latest()):
-            yield group.request, group.answers()
+            yield group.request, group.result()
 
 
 def push_weights(engine: Any, params: Any) -> Any:
@@ -105,18 +106,18 @@ def generate(engine: Any, requests: Sequence[Request]) -> list[Group]:
 
 
 def forced_logprobs(engine: LocalEngine, requests: Sequence[Request], groups: Sequence[Group]) -> list[np.ndarray]:
-    """Log-probs of tokens that are given, from the programs that draw: one array an answer, in order.
+    """Log-probs of the tokens in `groups`, from the programs that draw: one array for each answer, in order.
 
-    With `exact` they are those of the drawing itself, bit for bit, if the weights are the same.
+    With `exact` and the weights that have drawn the tokens they are the recorded log-probs, bit for bit.
     """
     asked = deque(replace(r, begun=(), budget=0, stop=()) for r in requests)
-    said = {(r.seed, r.draw): group for r, group in zip(requests, groups, strict=True)}
+    given = {(r.seed, r.draw): group for r, group in zip(requests, groups, strict=True)}
     found = {}
     for request, group in _sample(
         engine,
         lambda: asked.popleft() if asked else None,
         lambda: engine.weights,
-        lambda request, number: tuple(said[request.seed, request.draw][number].tokens.tolist()),
+        lambda request, number: tuple(given[request.seed, request.draw][number].tokens.tolist()),
     ):
         found[request.seed, request.draw] = [a.logp for a in group]
     return [logp for r in requests for logp in found[r.seed, r.draw]]

@@ -40,7 +40,7 @@ def to_rollouts(
     """Answered requests as arrays."""
     answers = [a for group in groups for a in group]
     finish = np.array([a.finish for a in answers])
-    said = [a.tokens[:-1] if a.finish == EOS else a.tokens for a in answers]
+    text = lambda a: tokenizer.decode(a.tokens[:-1] if a.finish == EOS else a.tokens)
     return Rollouts(
         prompts=tuple(prompts),
         prompt_tokens=_padded([np.array(r.prompt, np.int32) for r in requests]),
@@ -49,7 +49,7 @@ def to_rollouts(
         sampler_logp=_padded([a.logp for a in answers]),
         lengths=np.array([len(a.tokens) for a in answers], np.int32),
         finish=finish,
-        texts=tuple(tokenizer.decode(tokens) for tokens in said),
+        texts=tuple(map(text, answers)),
         draws=np.array([r.draw for r in requests], np.int64),
         versions=_padded([a.versions for a in answers]),
     )
@@ -82,9 +82,9 @@ def sampler_logprobs(engine: Any, answers: Rollouts, *, seed: int) -> np.ndarray
         Answer(answers.tokens[i, :n], answers.sampler_logp[i, :n], answers.versions[i, :n], str(answers.finish[i]))
         for i, n in enumerate(answers.lengths.tolist())
     ]
-    said = [tuple(rows[p * group : (p + 1) * group]) for p in range(len(asked))]
+    groups = [tuple(rows[p * group : (p + 1) * group]) for p in range(len(asked))]
     out = np.zeros_like(answers.sampler_logp)
-    for row, logp in zip(out, decode.forced_logprobs(engine, asked, said), strict=True):
+    for row, logp in zip(out, decode.forced_logprobs(engine, asked, groups), strict=True):
         row[: len(logp)] = logp
     return out
 
@@ -111,7 +111,7 @@ class PendingPrompt:
 
     draw: int
     index: int  # in Task.train
-    begun: Group = ()  # of a group that its budget has cut
+    begun: Group = ()  # answers that a token budget has interrupted
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Groups for learning, and what was seen of all that were sampled on the way."""
+    """Groups for learning, and the rewards of all that were sampled on the way."""
 
     rollouts: Rollouts
     rewards: tuple[Reward, ...]  # the verifier's, B
@@ -152,27 +152,27 @@ def fill_batch(
     pending: Sequence[PendingPrompt] = (),
     resample: bool = True,
 ) -> ScoredBatch:
-    """Groups until `prompts` of them are kept; one that is not is replaced the moment it is known.
+    """Groups until `prompts` of them have passed the filter; one that has not is replaced as soon as that is known.
 
-    Since a prompt is asked for each that was rejected and none ahead of that, the groups are those of the first draws
-    in their order, whatever order they were answered in. `pending`: groups that were cut before come first. A group
-    that its budget cuts is put aside, and another one begun; when that has happened to a whole batch, the oldest goes
-    on. Without `resample` every group stays, and `kept` tells what passed.
-    Raises RuntimeError with the pass rates when `most` prompts were asked in vain.
+    A prompt is asked for only when a group was rejected, so that the batch is that of the first draws, in their order,
+    in whatever order they were answered. pending: unfinished groups of an earlier call, which come first. A group whose
+    answers reach their token budget is put aside, and another one begun; once as many as a batch has are put aside,
+    they go on, the oldest first. Without `resample` rejected groups stay in the batch, and `kept` tells which passed.
+    Raises RuntimeError with the pass rates when `most` prompts were asked for and too few groups passed.
     """
     under_way: dict[int, PendingPrompt] = {}
     judged: list[ScoredGroup] = []
-    first, cut = deque(pending), deque()
+    first, put_aside = deque(pending), deque()
     full, asked = 0, 0
 
     def next_request() -> Request | None:
         nonlocal asked
-        if full + len(under_way) >= prompts or (asked == most and not first and not cut):
+        if full + len(under_way) >= prompts or (asked == most and not first and not put_aside):
             return None
         if first:
             next_one = first.popleft()
-        elif len(cut) >= prompts or asked == most:
-            next_one = cut.popleft()
+        elif len(put_aside) >= prompts or asked == most:
+            next_one = put_aside.popleft()
         else:
             asked += 1
             next_one = ask()
@@ -182,7 +182,7 @@ def fill_batch(
     for answered, group in sample(next_request):
         one = under_way.pop(answered.draw)
         if any(a.finish == CANCELLED for a in group):
-            cut.append(replace(one, begun=group))
+            put_aside.append(replace(one, begun=group))
             continue
         judged.append(judge(one, answered, group))
         full += judged[-1].kept or not resample
@@ -190,7 +190,7 @@ def fill_batch(
     chosen = [j for j in judged if j.kept or not resample]
     if full < prompts:
         raise too_few_groups(judged, prompts, most // prompts)
-    return scored_batch(chosen, judged, (*first, *cut))
+    return scored_batch(chosen, judged, (*first, *put_aside))
 
 
 def too_few_groups(judged: Sequence[ScoredGroup], prompts: int, rounds: int) -> RuntimeError:
@@ -204,7 +204,7 @@ def too_few_groups(judged: Sequence[ScoredGroup], prompts: int, rounds: int) -> 
 
 
 def scored_batch(
-    chosen: Sequence[ScoredGroup], judged: Sequence[ScoredGroup], cut: Sequence[PendingPrompt] = ()
+    chosen: Sequence[ScoredGroup], judged: Sequence[ScoredGroup], unfinished: Sequence[PendingPrompt] = ()
 ) -> ScoredBatch:
     """The groups `chosen` among those `judged`, as arrays."""
     kept = lambda groups: np.array([j.kept for j in groups])
@@ -213,7 +213,7 @@ def scored_batch(
     all_rollouts = whole if len(chosen) == len(judged) else concatenated([j.rollouts for j in judged])
     shaped = np.concatenate([j.shaped for j in chosen])
     return ScoredBatch(
-        whole, rewards(chosen), shaped, kept(chosen), all_rollouts, rewards(judged), kept(judged), tuple(cut)
+        whole, rewards(chosen), shaped, kept(chosen), all_rollouts, rewards(judged), kept(judged), tuple(unfinished)
     )
 
 

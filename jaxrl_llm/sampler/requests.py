@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,20 +15,20 @@ from jaxrl_llm.sampler.sampling import Sampling
 
 @dataclass(frozen=True)
 class Answer:
-    """One response, or what there is of it. Each token has its log-prob and the weights' version that drew it."""
+    """One response, complete or not. Each token has its log-prob and the version of the weights that drew it."""
 
     tokens: np.ndarray  # int32 [n], the end-of-sequence token included
     logp: np.ndarray  # float32 [n], of the distribution really drawn from
     versions: np.ndarray  # int32 [n]
-    finish: str  # eos, stop, length; cancelled: cut before its end, and may be continued
+    finish: str  # eos, stop, length; cancelled: ended from outside, and may be continued
 
 
 @dataclass(frozen=True)
 class Request:
     """One prompt and how its group is to be sampled.
 
-    Answer g depends on (prompt, sampling, seed, draw, g) alone; g runs from 0. `begun`: what earlier calls have drawn
-    of the answers, empty or one an answer: finished ones are returned as they are, cancelled ones are continued.
+    Answer g depends on (prompt, sampling, seed, draw, g) alone; g runs from 0. begun: what earlier calls have drawn,
+    nothing or a part for each answer: those that are finished are returned as they are, cancelled ones are continued.
     """
 
     prompt: tuple[int, ...]  # token ids
@@ -38,11 +39,11 @@ class Request:
     seed: int = 0
     draw: int = 0
     begun: tuple[Answer, ...] = ()
-    budget: int = 0  # tokens that this call may add to an answer before it cuts it; 0: no bound
+    budget: int = 0  # tokens that this call may add to an answer before it cancels it; 0: no bound
 
 
 Group = tuple[Answer, ...]
-# The next request, or None when there is none for now: it is asked again after each group that was answered.
+# Gives the next request, or None when there is none for now; it is called again after each group that was answered.
 NextRequest = Callable[[], Request | None]
 
 
@@ -75,12 +76,45 @@ def check(
     for answer in r.begun:
         sizes = len(answer.tokens), len(answer.logp), len(answer.versions)
         types.expect(len(set(sizes)) == 1, "begun", sizes, "as many log-probs and versions as tokens")
-        most = r.max_tokens - (answer.finish == types.CANCELLED)  # what is to go on has room to
+        most = r.max_tokens - (answer.finish == types.CANCELLED)  # one that continues has a token to come
         types.expect(sizes[0] <= most, "begun", sizes[0], f"at most {most} tokens, for max_tokens = {r.max_tokens}")
 
 
+class StopSearch:
+    """Looks for stop strings in an answer's text, each token of which is decoded a few times, whatever its length.
+
+    What is decoded begins at token `start`: text before it is complete and can be no part of a stop string that is
+    still to come, and without it the tokens from `start` on decode to the same text.
+    """
+
+    def __init__(self, stop: Sequence[str], tokenizer: Tokenizer):
+        self.stop, self.tokenizer, self.start = stop, tokenizer, 0
+        self.longest = max(map(len, stop))
+
+    def find(self, tokens: Sequence[int], searched: int) -> int | None:
+        """Tokens up to the one that completes a stop string, which is none of the first `searched`; None: no stop."""
+        holds = lambda n: any(s in self.tokenizer.decode(tokens[self.start : n]) for s in self.stop)
+        if holds(len(tokens)):
+            return next(n for n in range(min(searched + 1, len(tokens)), len(tokens) + 1) if holds(n))
+        self._advance(tokens)
+        return None
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """Move `start` on, if there is a token that more than a stop string's characters follow."""
+        text, kept = self.tokenizer.decode(tokens[self.start :]), 2 * self.longest + 16
+        while kept + 4 < len(tokens) - self.start:
+            for start in range(len(tokens) - kept, len(tokens) - kept - 4, -1):  # of 4 bytes one begins a character
+                tail = self.tokenizer.decode(tokens[start:])
+                if text.endswith(tail) and len(tail) - tail.count("\ufffd") >= self.longest:  # U+FFFD: not yet whole
+                    self.start = start
+                    return
+            kept *= 2
+
+
 class PartialAnswer:
-    """An answer while it is being drawn."""
+    """An answer while it is being drawn, of a group that its `slots.ActiveGroup` sets."""
+
+    group: Any = None
 
     def __init__(self, request: Request, number: int, script: tuple[int, ...] = ()):
         """script: the tokens it shall have, whatever would be drawn."""
@@ -89,6 +123,7 @@ class PartialAnswer:
         self.logp: list[float] = []
         self.versions: list[int] = []
         self.finish = types.CANCELLED
+        self._search: StopSearch | None = None
         if request.begun:
             begun = request.begun[number]
             self.tokens, self.logp, self.versions = (getattr(begun, n).tolist() for n in ("tokens", "logp", "versions"))
@@ -110,18 +145,20 @@ class PartialAnswer:
 
     def take(self, tokens: Sequence[int], logp: Sequence[float], version: int, tokenizer: Tokenizer) -> None:
         """Add what was drawn. A stop string, and then an end-of-sequence token or the limit, ends the answer."""
-        seen = len(self.tokens)
+        searched = len(self.tokens)
         self.tokens += tokens
         self.logp += logp
         self.versions += [version] * len(tokens)
         ended = self.tokens[-1] in tokenizer.eos_ids
-        said = self.tokens[:-1] if ended else self.tokens  # the text of an end, "</s>" perhaps, stops nothing
-        holds = lambda n: any(s in tokenizer.decode(said[:n]) for s in self.request.stop)
-        if self.request.stop and holds(len(said)):
-            n = next(n for n in range(min(seen + 1, len(said)), len(said) + 1) if holds(n))
-            self.tokens, self.logp, self.versions = self.tokens[:n], self.logp[:n], self.versions[:n]
-            self.finish = types.STOP
-        elif ended:
+        if self.request.stop:
+            self._search = self._search or StopSearch(self.request.stop, tokenizer)
+            # The text of an end-of-sequence token, "</s>" perhaps, is no part of the answer's.
+            n = self._search.find(self.tokens[:-1] if ended else self.tokens, searched)
+            if n is not None:
+                self.tokens, self.logp, self.versions = self.tokens[:n], self.logp[:n], self.versions[:n]
+                self.finish = types.STOP
+                return
+        if ended:
             self.finish = types.EOS
         elif len(self.tokens) >= self.request.max_tokens:
             self.finish = types.LENGTH

@@ -20,7 +20,7 @@ _sym_db = _symbol_database.Default()
 
 
 DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1fjaxrl_llm/sampler/rollout.proto\x12\x05jaxrl"H\n\x06\x41nswer\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x0c\n\x04logp\x18\x02 \x03(\x02\x12\x10\n\x08versions\x18\x03 \x03(\x05\x12\x0e\n\x06\x66inish\x18\x04 \x01(\t"\xeb\x01\n\rSampleRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x03(\x05\x12\r\n\x05group\x18\x04 \x01(\x03\x12\x12\n\nmax_tokens\x18\x05 \x01(\x03\x12\x13\n\x0btemperature\x18\x06 \x01(\x01\x12\r\n\x05top_k\x18\x07 \x01(\x03\x12\r\n\x05top_p\x18\x08 \x01(\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x0c\n\x04seed\x18\n \x01(\x03\x12\x0c\n\x04\x64raw\x18\x0b \x01(\x03\x12\x1c\n\x05\x62\x65gun\x18\x0c \x03(\x0b\x32\r.jaxrl.Answer\x12\x0e\n\x06\x62udget\x18\r \x01(\x03"-\n\x0bSampleReply\x12\x1e\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\r.jaxrl.Answer"A\n\x04Leaf\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03"R\n\x06Header\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x1b\n\x06leaves\x18\x02 \x03(\x0b\x32\x0b.jaxrl.Leaf\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0b\n\x03run\x18\x04 \x01(\t"5\n\x04\x44\x61ta\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07"_\n\x05\x43hunk\x12\x1f\n\x06header\x18\x01 \x01(\x0b\x32\r.jaxrl.HeaderH\x00\x12\x1b\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x0b.jaxrl.DataH\x00\x12\x10\n\x06\x64igest\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part"-\n\tLoadReply\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0f\n\x07seconds\x18\x02 \x01(\x01"\x0e\n\x0cStatsRequest"\x9c\x01\n\nStatsReply\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12-\n\x06values\x18\x04 \x03(\x0b\x32\x1d.jaxrl.StatsReply.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x9f\x01\n\x07Rollout\x12\x32\n\x06Sample\x12\x14.jaxrl.SampleRequest\x1a\x12.jaxrl.SampleReply\x12/\n\x0bLoadWeights\x12\x0c.jaxrl.Chunk\x1a\x10.jaxrl.LoadReply(\x01\x12/\n\x05Stats\x12\x13.jaxrl.StatsRequest\x1a\x11.jaxrl.StatsReplyb\x06proto3'
+    b'\n\x1fjaxrl_llm/sampler/rollout.proto\x12\x05jaxrl"H\n\x06\x41nswer\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x0c\n\x04logp\x18\x02 \x03(\x02\x12\x10\n\x08versions\x18\x03 \x03(\x05\x12\x0e\n\x06\x66inish\x18\x04 \x01(\t"\xf8\x01\n\rSampleRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x03(\x05\x12\r\n\x05group\x18\x04 \x01(\x03\x12\x12\n\nmax_tokens\x18\x05 \x01(\x03\x12\x13\n\x0btemperature\x18\x06 \x01(\x01\x12\r\n\x05top_k\x18\x07 \x01(\x03\x12\r\n\x05top_p\x18\x08 \x01(\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x0c\n\x04seed\x18\n \x01(\x03\x12\x0c\n\x04\x64raw\x18\x0b \x01(\x03\x12\x1c\n\x05\x62\x65gun\x18\x0c \x03(\x0b\x32\r.jaxrl.Answer\x12\x0e\n\x06\x62udget\x18\r \x01(\x03\x12\x0b\n\x03run\x18\x0e \x01(\t"-\n\x0bSampleReply\x12\x1e\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\r.jaxrl.Answer"A\n\x04Leaf\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03"b\n\x06Header\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x1b\n\x06leaves\x18\x02 \x03(\x0b\x32\x0b.jaxrl.Leaf\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x0e\n\x06\x63lient\x18\x05 \x01(\t"5\n\x04\x44\x61ta\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07"_\n\x05\x43hunk\x12\x1f\n\x06header\x18\x01 \x01(\x0b\x32\r.jaxrl.HeaderH\x00\x12\x1b\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x0b.jaxrl.DataH\x00\x12\x10\n\x06\x64igest\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part"-\n\tLoadReply\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0f\n\x07seconds\x18\x02 \x01(\x01"+\n\x0cStatsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06leaves\x18\x02 \x01(\x08"\xa9\x01\n\nStatsReply\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12-\n\x06values\x18\x04 \x03(\x0b\x32\x1d.jaxrl.StatsReply.ValuesEntry\x12\x0b\n\x03run\x18\x05 \x01(\t\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x9f\x01\n\x07Rollout\x12\x32\n\x06Sample\x12\x14.jaxrl.SampleRequest\x1a\x12.jaxrl.SampleReply\x12/\n\x0bLoadWeights\x12\x0c.jaxrl.Chunk\x1a\x10.jaxrl.LoadReply(\x01\x12/\n\x05Stats\x12\x13.jaxrl.StatsRequest\x1a\x11.jaxrl.StatsReplyb\x06proto3'
 )
 
 _globals = globals()
@@ -33,25 +33,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
     _globals["_ANSWER"]._serialized_start = 42
     _globals["_ANSWER"]._serialized_end = 114
     _globals["_SAMPLEREQUEST"]._serialized_start = 117
-    _globals["_SAMPLEREQUEST"]._serialized_end = 352
-    _globals["_SAMPLEREPLY"]._serialized_start = 354
-    _globals["_SAMPLEREPLY"]._serialized_end = 399
-    _globals["_LEAF"]._serialized_start = 401
-    _globals["_LEAF"]._serialized_end = 466
-    _globals["_HEADER"]._serialized_start = 468
-    _globals["_HEADER"]._serialized_end = 550
-    _globals["_DATA"]._serialized_start = 552
-    _globals["_DATA"]._serialized_end = 605
-    _globals["_CHUNK"]._serialized_start = 607
-    _globals["_CHUNK"]._serialized_end = 702
-    _globals["_LOADREPLY"]._serialized_start = 704
-    _globals["_LOADREPLY"]._serialized_end = 749
-    _globals["_STATSREQUEST"]._serialized_start = 751
-    _globals["_STATSREQUEST"]._serialized_end = 765
-    _globals["_STATSREPLY"]._serialized_start = 768
-    _globals["_STATSREPLY"]._serialized_end = 924
-    _globals["_STATSREPLY_VALUESENTRY"]._serialized_start = 879
-    _globals["_STATSREPLY_VALUESENTRY"]._serialized_end = 924
-    _globals["_ROLLOUT"]._serialized_start = 927
-    _globals["_ROLLOUT"]._serialized_end = 1086
+    _globals["_SAMPLEREQUEST"]._serialized_end = 365
+    _globals["_SAMPLEREPLY"]._serialized_start = 367
+    _globals["_SAMPLEREPLY"]._serialized_end = 412
+    _globals["_LEAF"]._serialized_start = 414
+    _globals["_LEAF"]._serialized_end = 479
+    _globals["_HEADER"]._serialized_start = 481
+    _globals["_HEADER"]._serialized_end = 579
+    _globals["_DATA"]._serialized_start = 581
+    _globals["_DATA"]._serialized_end = 634
+    _globals["_CHUNK"]._serialized_start = 636
+    _globals["_CHUNK"]._serialized_end = 731
+    _globals["_LOADREPLY"]._serialized_start = 733
+    _globals["_LOADREPLY"]._serialized_end = 778
+    _globals["_STATSREQUEST"]._serialized_start = 780
+    _globals["_STATSREQUEST"]._serialized_end = 823
+    _globals["_STATSREPLY"]._serialized_start = 826
+    _globals["_STATSREPLY"]._serialized_end = 995
+    _globals["_STATSREPLY_VALUESENTRY"]._serialized_start = 950
+    _globals["_STATSREPLY_VALUESENTRY"]._serialized_end = 995
+    _globals["_ROLLOUT"]._serialized_start = 998
+    _globals["_ROLLOUT"]._serialized_end = 1157
 # @@protoc_insertion_point(module_scope)

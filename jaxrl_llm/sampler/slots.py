@@ -1,7 +1,8 @@
-"""Rows and prefixes of the device, and who is in them: what is filled, moved, decoded and harvested between two calls.
+"""Rows and prefixes of the device, and whose they are: what is filled, moved, decoded and harvested between two calls.
 
-Shapes follow the work: as many rows as there are answers to draw, as many columns as the longest of them needs, and
-each in few sizes, so that a handful of programs serve a whole run.
+Shapes follow the work, upwards at once and downwards when less has been needed for a while: as many rows as there are
+answers to draw, as many columns as the longest of them needs, and each in few sizes, so that a handful of programs
+serve a whole run.
 """
 
 from __future__ import annotations
@@ -9,48 +10,71 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxrl_llm.data.tokenizers import Tokenizer
+from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.sampler import core, weights
+from jaxrl_llm.sampler import core
 from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request
 from jaxrl_llm.sampler.sampling import Draw
+from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.types import expect
-
-if TYPE_CHECKING:
-    from jaxrl_llm.sampler.decode import LocalEngine
 
 MIN_COLUMNS = 32  # tokens
 MIN_PREFIX = 16  # tokens
 HALVINGS = 3  # of the rows, as answers end and none wait
 AT_ONCE = (1, 4, 16, 64)  # prompts in one prefill
+PERIOD = 64  # calls of the decoding loop; shapes stay as large as this one or the period before has needed them
+
+
+@dataclass(frozen=True)
+class SlotConfig:
+    """What slots need to know of the engine that owns them."""
+
+    model: ModelConfig
+    tokenizer: Tokenizer
+    slots: int  # answers decoded at once
+    max_prompt_tokens: int  # 0: any
+    max_tokens: int  # per answer
+    tokens_per_call: int  # decoding steps between two looks from the host
+    kv_dtype: str = ""  # float32, bfloat16 or int8; that of the activations if left out
+    exact: bool = False  # see `decode.LocalEngine`
+    mesh: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "max_tokens", "tokens_per_call"):
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        sized = self.max_prompt_tokens > 0 or not self.exact
+        expect(sized, "max_prompt_tokens", self.max_prompt_tokens, "a positive number for exact")
 
 
 @dataclass(eq=False)
 class ActiveGroup:
-    """A request under way."""
+    """A request whose answers are being drawn, or wait for rows."""
 
     request: Request
-    drafts: Sequence[PartialAnswer]
-    prefix: int = -1  # where its prompt lies
-    own: Any = None  # keys and values of what was begun, when its prompt is prefilled
+    answers: Sequence[PartialAnswer]
+    prefix: int = -1  # the number of its prompt among the prefixes; −1: not on the device
+    suffixes: Any = None  # keys and values of begun answers; (): computed with none begun; None: not yet prefilled
 
     def __post_init__(self) -> None:
-        self.begun = any(d.open and d.tokens for d in self.drafts)  # there are tokens from an earlier call
+        self.begun = any(a.open and a.tokens for a in self.answers)  # there are tokens from an earlier call
+        for answer in self.answers:
+            answer.group = self
 
     @property
-    def left(self) -> int:
-        return sum(d.open for d in self.drafts)
+    def is_open(self) -> bool:
+        """Whether any answer has more to draw."""
+        return any(a.open for a in self.answers)
 
-    def answers(self) -> Group:
-        return tuple(d.answer() for d in self.drafts)
-
-
-Place = tuple[ActiveGroup, PartialAnswer]  # who has a row, or waits for one
+    def result(self) -> Group:
+        return tuple(a.answer() for a in self.answers)
 
 
 class _Shape(NamedTuple):
@@ -58,34 +82,35 @@ class _Shape(NamedTuple):
     prefixes: int
     size: int  # of a prefix, tokens
     columns: int  # of an answer, tokens
+    lanes: int  # of a prefix
 
 
 _prefill = jax.jit(core.prefill, static_argnums=0)
 _init_prefixes = jax.jit(core.init_prefixes, static_argnums=(0, 1, 2, 3))
-_init_own = jax.jit(core.init_own, static_argnums=(0, 1, 2, 3))
+_init_suffixes = jax.jit(core.init_suffixes, static_argnums=(0, 1, 2, 3))
 _init_answers = jax.jit(core.init_answers, static_argnums=0)
 _insert_prefixes = jax.jit(core.insert_prefixes, donate_argnums=0)
 _insert_rows = jax.jit(core.insert_rows, donate_argnums=0)
-_insert_own = jax.jit(core.insert_own, donate_argnums=0)
+_insert_suffixes = jax.jit(core.insert_suffixes, donate_argnums=0)
 _repack_prefixes = jax.jit(core.repack_prefixes, static_argnums=2)  # other shapes: nothing to donate
-_repack_own = jax.jit(core.repack_own, static_argnums=3)
+_repack_suffixes = jax.jit(core.repack_suffixes, static_argnums=3)
 _repack_answers = jax.jit(core.repack_answers)
 _decode = jax.jit(core.decode_k, static_argnums=(0, 1, 2), donate_argnums=4)
 
 
 @jax.jit
 def _keys(seeds: jax.Array, draws: jax.Array, numbers: jax.Array) -> jax.Array:
-    """A key per answer: fold_in(seed, draw, number). Position is folded in by the decoding loop."""
+    """A key for each answer: fold_in(seed, draw, number). The decoding loop folds in the token's position."""
     fold = jax.random.fold_in
     return jax.vmap(lambda seed, draw, number: fold(fold(jax.random.key(seed), draw), number))(seeds, draws, numbers)
 
 
-def draws_of(drafts: Sequence[PartialAnswer], n: int) -> Draw:
-    """How `drafts` are to be drawn, padded to n rows."""
-    gather = lambda name, dtype: _padded([getattr(d.request.sampling, name) for d in drafts], n, dtype)
-    seeds = _padded([d.request.seed for d in drafts], n, np.uint32)
-    places = _padded([d.request.draw for d in drafts], n, np.uint32)
-    keys = _keys(seeds, places, _padded([d.number for d in drafts], n, np.uint32))
+def _draw_of(answers: Sequence[PartialAnswer], n: int) -> Draw:
+    """How the answers are to be drawn, padded to n."""
+    gather = lambda name, dtype: _padded([getattr(a.request.sampling, name) for a in answers], n, dtype)
+    seeds = _padded([a.request.seed for a in answers], n, np.uint32)
+    draws = _padded([a.request.draw for a in answers], n, np.uint32)
+    keys = _keys(seeds, draws, _padded([a.number for a in answers], n, np.uint32))
     return Draw(keys, gather("temperature", np.float32), gather("top_k", np.int32), gather("top_p", np.float32))
 
 
@@ -93,12 +118,12 @@ def _padded(values: Sequence[Any], n: int, dtype: Any = np.int32, fill: int = 0)
     return np.array([*values, *[fill] * (n - len(values))], dtype)
 
 
-def power(n: int, least: int = 1) -> int:
-    """The least power of two that holds n, `least` at least."""
+def power_of_two(n: int, least: int = 1) -> int:
+    """The least power of two that is neither below n nor below `least`."""
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def prefix_of(prompts: Sequence[Sequence[int]], rows: int, size: int) -> np.ndarray:
+def _prefixes_of(prompts: Sequence[Sequence[int]], rows: int, size: int) -> np.ndarray:
     """Prompts without their last tokens, [rows,size], right-padded."""
     out = np.zeros((rows, size), np.int32)
     for row, prompt in zip(out, prompts, strict=False):
@@ -106,122 +131,163 @@ def prefix_of(prompts: Sequence[Sequence[int]], rows: int, size: int) -> np.ndar
     return out
 
 
-class Slots:
-    """Rows, prefixes, and who is in them. Row i lies in shard i // (rows / ways)."""
+def _rows_of(answers: Sequence[tuple[int, PartialAnswer]], n: int, past: int) -> core.Rows:
+    """Answers to be inserted, each with its row, padded to n with the row number `past`, which is dropped."""
+    partials = [answer for _, answer in answers]
+    return core.Rows(
+        _padded([row for row, _ in answers], n, fill=past),
+        _padded([a.tokens[-1] if a.tokens else a.request.prompt[-1] for a in partials], n),
+        _padded([len(a.tokens) for a in partials], n),
+        _padded([a.limit for a in partials], n),
+        _draw_of(partials, n),
+    )
 
-    def __init__(self, engine: LocalEngine):
-        exact = engine.max_prompt_tokens > 0 or not engine.exact
-        expect(exact, "max_prompt_tokens", engine.max_prompt_tokens, "a positive number for exact")
-        self.engine, self.ways = engine, sharding.rows(1, engine.mesh)
-        self.most = sharding.rows(engine.slots, engine.mesh)
-        self.sizes = [sharding.rows(-(-self.most // 2**i), engine.mesh) for i in range(HALVINGS + 1)]
+
+def _multiple_of_eight(n: int) -> int:
+    return -(-n // 8) * 8
+
+
+class Slots:
+    """Rows, prefixes, and whose they are. Both are split alike over D shards: row i lies in shard i // (rows / D)."""
+
+    def __init__(self, config: SlotConfig):
+        self.config, self.shards = config, sharding.rows(1, config.mesh)
+        self.max_rows = sharding.rows(config.slots, config.mesh)
+        self.row_sizes = [sharding.rows(-(-self.max_rows // 2**i), config.mesh) for i in range(HALVINGS + 1)]
         self.state: core.DecodeState | None = None
-        self.shape, self.lanes = _Shape(0, 0, 0, 0), 1
-        self.rows: list[Place | None] = []
+        self.shape = _Shape(0, 0, 0, 0, 1)
+        self.peaks = deque([self.shape], maxlen=2)  # what this period and the one before have needed at most
+        self.calls = 0  # of the decoding loop
+        self.rows: list[PartialAnswer | None] = []
         self.prefixes: list[ActiveGroup | None] = []
         self.prefills = 0  # groups whose prompt has gone through the model
 
     @property
     def busy(self) -> int:
+        """Rows that are taken."""
         return sum(x is not None for x in self.rows)
 
-    def _shards(self, places: list) -> list[range]:
-        n = len(places) // self.ways
-        return [range(s * n, (s + 1) * n) for s in range(self.ways)]
+    def _by_shard(self, entries: list) -> list[range]:
+        """The numbers of the rows, or of the prefixes, that lie in each shard."""
+        n = len(entries) // self.shards
+        return [range(s * n, (s + 1) * n) for s in range(self.shards)]
 
-    def _fullest(self, places: list) -> int:
-        """Places taken in the shard that has most of them."""
-        return max((sum(places[i] is not None for i in shard) for shard in self._shards(places)), default=0)
+    def _fullest(self, entries: list) -> int:
+        """Rows, or prefixes, that are taken in the shard that has most of them."""
+        return max((sum(entries[i] is not None for i in shard) for shard in self._by_shard(entries)), default=0)
 
     # --- shapes
 
-    def _need(self, waiting: Sequence[Place]) -> _Shape:
-        """The room that the work needs."""
-        e, live = self.engine, [x for x in self.rows if x]
-        if e.exact:
-            return _Shape(self.most, self.most, power(e.max_prompt_tokens - 1, MIN_PREFIX), _eights(e.max_tokens))
-        demand, fullest = min(len(live) + len(waiting), self.most), self._fullest(self.rows)
-        rows = min(n for n in self.sizes if n >= demand and n // self.ways >= fullest)
+    def _need(self, waiting: Sequence[PartialAnswer]) -> _Shape:
+        """The shape that the work needs."""
+        c, live = self.config, [x for x in self.rows if x]
+        lanes = power_of_two(max((a.request.group for a in (*live, *waiting)), default=1))
+        if c.exact:
+            size = power_of_two(c.max_prompt_tokens - 1, MIN_PREFIX)
+            lanes = max(lanes, self.shape.lanes)
+            return _Shape(self.max_rows, self.max_rows, size, _multiple_of_eight(c.max_tokens), lanes)
+        demand, fullest = min(len(live) + len(waiting), self.max_rows), self._fullest(self.rows)
+        rows = min(n for n in self.row_sizes if n >= demand and n // self.shards >= fullest)
         soon = [*live, *list(waiting)[: rows - len(live)]]
-        prefixes = max(-(-len({group for group, _ in soon}) // self.ways), self._fullest(self.prefixes))
+        prefixes = max(-(-len({a.group for a in soon}) // self.shards), self._fullest(self.prefixes))
         work = [*live, *waiting]  # all: where a shard is full, an answer from further back comes first
-        columns = max(min(len(d.tokens) + e.tokens_per_call, d.limit) for _, d in work)
-        most = _eights(max(d.limit for _, d in work))
-        size = power(max(len(group.request.prompt) for group, _ in work) - 1, MIN_PREFIX)
-        return _Shape(rows, self.ways * power(prefixes), size, min(power(columns, MIN_COLUMNS), most))
+        columns = max(min(len(a.tokens) + c.tokens_per_call, a.limit) for a in work)
+        most = _multiple_of_eight(max(a.limit for a in work))
+        size = power_of_two(max(len(a.request.prompt) for a in work) - 1, MIN_PREFIX)
+        columns = min(power_of_two(columns, MIN_COLUMNS), most)
+        return _Shape(rows, self.shards * power_of_two(prefixes), size, columns, lanes)
 
-    def _fit(self, waiting: Sequence[Place]) -> None:
-        """Other shapes when the work outgrows them, or when half of the rows would do."""
+    def _wanted(self, waiting: Sequence[PartialAnswer]) -> _Shape:
+        """The next shape. Few programs: rows come down by one size at a time, and nothing else with them.
+
+        The rest comes down when answers are to be filled in and two periods have needed at most half of it. A period
+        ends when no row is taken, and after PERIOD calls.
+        """
         need, have = self._need(waiting), self.shape
-        if need.rows < have.rows:  # one size at a time, and nothing else with it: few programs
-            need = need._replace(rows=max(n for n in self.sizes if n < have.rows))
-        need = _Shape(need.rows, *map(max, need[1:], have[1:]))
-        e, kv_dtype = self.engine, self.engine.kv_dtype or self.engine.model.dtype
+        if waiting and (not self.busy or self.calls >= PERIOD):
+            self.peaks.append(need)
+            self.calls = 0
+        self.peaks[-1] = _Shape(*map(max, self.peaks[-1], need))
+        peak = map(max, *self.peaks)
+        if need.rows < have.rows:
+            return _Shape(max(n for n in self.row_sizes if n < have.rows), *map(max, need[1:], have[1:]))
+        lower = lambda n, p, h: max(n, p if waiting and 2 * p <= h else h)
+        return _Shape(need.rows, *map(lower, need[1:], list(peak)[1:], have[1:]))
+
+    def _fit(self, waiting: Sequence[PartialAnswer]) -> None:
+        """Give the device's arrays the shape that is wanted."""
+        new, old, c = self._wanted(waiting), self.shape, self.config
+        self.shape = new
         if self.state is None:
+            kv_dtype = c.kv_dtype or c.model.dtype
             self.state = core.DecodeState(
-                _init_prefixes(e.model, kv_dtype, need.prefixes, need.size),
-                _init_own(e.model, kv_dtype, need.rows, need.columns),
-                _init_answers(need.rows),
+                _init_prefixes(c.model, kv_dtype, new.prefixes, new.size),
+                _init_suffixes(c.model, kv_dtype, new.rows, new.columns),
+                _init_answers(new.rows),
             )
-            self.rows, self.prefixes, self.shape = [None] * need.rows, [None] * need.prefixes, need
+            self.rows, self.prefixes = [None] * new.rows, [None] * new.prefixes
             return
         state = self.state
-        if (need.rows, need.columns) != (have.rows, have.columns):
-            source, self.rows = self._moved(self.rows, need.rows)
+        if (new.rows, new.columns) != (old.rows, old.columns):
+            source, self.rows = self._moved(self.rows, new.rows)
             state = replace(
                 state,
-                own=_repack_own(state.own, state.answers.step, source, need.columns),
+                suffixes=_repack_suffixes(state.suffixes, state.answers.step, source, new.columns),
                 answers=_repack_answers(state.answers, source),
             )
-        if (need.prefixes, need.size) != (have.prefixes, have.size):
-            source, self.prefixes = self._moved(self.prefixes, need.prefixes)
-            state = replace(state, prefixes=_repack_prefixes(state.prefixes, source, need.size))
+        if (new.prefixes, new.size) != (old.prefixes, old.size):
+            source, self.prefixes = self._moved(self.prefixes, new.prefixes)
+            state = replace(state, prefixes=_repack_prefixes(state.prefixes, source, new.size))
             for i, group in enumerate(self.prefixes):
                 if group is not None:
                     group.prefix = i
-        self.state, self.shape = state, need
+        self.state = state
 
-    def _moved(self, places: list, n: int) -> tuple[np.ndarray, list]:
-        """For each of n places the old place it is filled from, −1 for none; and who is there. No shard is left."""
+    def _moved(self, entries: list, n: int) -> tuple[np.ndarray, list]:
+        """For each of n new rows (or prefixes) the old one it is filled from, −1 for none; and whose it is.
+
+        Each stays in its shard.
+        """
         source = []
-        for shard in self._shards(places):
-            taken = [i for i in shard if places[i] is not None]
-            source += taken + [-1] * (n // self.ways - len(taken))
-        return np.array(source, np.int32), [None if i < 0 else places[i] for i in source]
+        for shard in self._by_shard(entries):
+            taken = [i for i in shard if entries[i] is not None]
+            source += taken + [-1] * (n // self.shards - len(taken))
+        return np.array(source, np.int32), [None if i < 0 else entries[i] for i in source]
 
     # --- filling
 
-    def fill(self, held: weights.SamplerWeights, waiting: deque[Place]) -> None:
-        """Put waiting answers into free rows, in their order; those that find no place stay."""
-        if self.engine.exact and (self.busy or not waiting):
+    def fill(self, weights: SamplerWeights, waiting: deque[PartialAnswer]) -> None:
+        """Move waiting answers into free rows, in their order; those for which there is no row stay in the queue."""
+        if self.config.exact and (self.busy or not waiting):
             return
         self._fit(waiting)
-        if self.engine.exact:
+        if self.config.exact:
             answers = self.state.answers  # an answer's first token goes to column 0
             self.state = replace(self.state, answers=replace(answers, step=jnp.zeros_like(answers.step)))
-        placed, groups, stay = [], [], []
+        filled: dict[ActiveGroup, list[tuple[int, PartialAnswer]]] = {}  # new answers and their rows
+        no_row = []
         while waiting and None in self.rows:
-            group, draft = waiting.popleft()
-            row = self._place(group)
+            answer = waiting.popleft()
+            row = self._free_row(answer.group)
             if row is None:
-                stay.append((group, draft))
+                no_row.append(answer)
                 continue
-            self.rows[row] = group, draft
-            placed.append((row, draft, group))
-            if group not in groups:
-                groups.append(group)
-        waiting.extendleft(reversed(stay))
-        fresh = [g for g in groups if not g.begun]
-        self._prefill(held, [g for g in fresh if g.own is None])
-        self._insert([(row, draft) for row, draft, group in placed if not group.begun])
-        for group in groups:
+            self.rows[row] = answer
+            filled.setdefault(answer.group, []).append((row, answer))
+        waiting.extendleft(reversed(no_row))
+        self._prefill(weights, [group for group in filled if not group.begun and group.suffixes is None])
+        self._insert([x for group, answers in filled.items() if not group.begun for x in answers])
+        for group, answers in filled.items():
             if group.begun:
-                self._continue(held, group, {d.number: row for row, d, g in placed if g is group})
+                self._continue(weights, group, answers)
 
-    def _place(self, group: ActiveGroup) -> int | None:
-        """A free row in the shard of the group's prompt; of a new one in the emptiest shard, where it gets a place."""
-        free = lambda places, shard: [i for i in shard if places[i] is None]
-        shards = list(zip(self._shards(self.rows), self._shards(self.prefixes), strict=True))
+    def _free_row(self, group: ActiveGroup) -> int | None:
+        """A free row in the shard that has the group's prompt, None if there is none.
+
+        A group whose prompt is not on the device gets a prefix, in the shard with most free rows.
+        """
+        free = lambda entries, shard: [i for i in shard if entries[i] is None]
+        shards = list(zip(self._by_shard(self.rows), self._by_shard(self.prefixes), strict=True))
         if group.prefix >= 0:
             shards = [s for s in shards if group.prefix in s[1]]
         else:
@@ -235,117 +301,100 @@ class Slots:
             self.prefixes[group.prefix] = group
         return found[0]
 
-    def _prefill(self, held: weights.SamplerWeights, groups: list[ActiveGroup]) -> None:
-        """The prompts of these groups, once each; so many at a time that there are few programs."""
+    def _prefill(self, weights: SamplerWeights, groups: list[ActiveGroup]) -> None:
+        """Prefill the prompts of groups of which nothing is begun, in batches of few sizes."""
         for group in groups:
-            group.own = ()
+            group.suffixes = ()
         while groups:
-            n = 1 if self.engine.exact else max(m for m in AT_ONCE if m <= len(groups))
-            part, groups = groups[:n], groups[n:]
-            longest = max(len(g.request.prompt) for g in part)
-            size = self.shape.size if self.engine.exact else power(longest - 1, MIN_PREFIX)
-            self._fill_prefixes(held, part, size, np.zeros((sharding.rows(n, self.engine.mesh), 1, 0), np.int32))
+            n = 1 if self.config.exact else max(m for m in AT_ONCE if m <= len(groups))
+            batch, groups = groups[:n], groups[n:]
+            longest = max(len(g.request.prompt) for g in batch)
+            size = self.shape.size if self.config.exact else power_of_two(longest - 1, MIN_PREFIX)
+            nothing_begun = np.zeros((sharding.rows(n, self.config.mesh), 1, 0), np.int32)
+            self._prefill_batch(weights, batch, size, nothing_begun)
 
-    def _fill_prefixes(
-        self, held: weights.SamplerWeights, groups: list[ActiveGroup], size: int, begun: np.ndarray
+    def _prefill_batch(
+        self, weights: SamplerWeights, groups: list[ActiveGroup], size: int, begun: np.ndarray
     ) -> core.Prefilled:
-        """Prefill and put in place; groups and `begun` are padded to as many rows as that has."""
+        """Prefill and put the prompts into their prefixes. `groups` are padded to as many rows as `begun` has."""
         prompts, n = [g.request.prompt for g in groups], len(begun)
         lengths = _padded([len(p) - 1 for p in prompts], n)
-        filled = _prefill(self.engine.model, held.params, prefix_of(prompts, n, size), lengths, begun)
+        filled = _prefill(self.config.model, weights.params, _prefixes_of(prompts, n, size), lengths, begun)
         into = _padded([g.prefix for g in groups], n, fill=len(self.prefixes))
-        prefixes = _insert_prefixes(self.state.prefixes, filled.prefix, lengths, into)
+        prefixes = _insert_prefixes(self.state.prefixes, filled.prefixes, lengths, into)
         self.state = replace(self.state, prefixes=prefixes)
         self.prefills += len(groups)
         return filled
 
-    def _insert(self, placed: list[tuple[int, PartialAnswer]]) -> None:
-        """Answers into their rows; always as many rows as there are, so that there is one program."""
+    def _insert(self, answers: list[tuple[int, PartialAnswer]]) -> None:
+        """Answers into their rows, padded to as many as there are rows, so that there is one program."""
         n = len(self.rows)
-        if placed:
-            rows = rows_of(placed, n, n)
-            self.state = replace(self.state, answers=_insert_rows(self.state.answers, rows))
+        if answers:
+            self.state = replace(self.state, answers=_insert_rows(self.state.answers, _rows_of(answers, n, n)))
 
-    def _continue(self, held: weights.SamplerWeights, group: ActiveGroup, rows: dict[int, int]) -> None:
-        """Answers that were begun: their tokens go through the model once, together, beside their prompt."""
-        prompt, ways, past = group.request.prompt, self.ways, len(self.rows)
-        if group.own is None:
-            said = [d.tokens if d.open else [] for d in group.drafts]
-            begun = np.zeros((ways, len(said), power(max(map(len, said)), MIN_PREFIX)), np.int32)
-            for g, tokens in enumerate(said):
-                begun[0, g, : len(tokens)] = [prompt[-1], *tokens][: len(tokens)]
-            filled = self._fill_prefixes(held, [group], power(len(prompt) - 1, MIN_PREFIX), begun)
-            group.own = jax.tree.map(lambda x: x[: len(said)], filled.own)
-        placed = [(rows.get(d.number, past), d) for d in group.drafts]
-        step = self.state.answers.step
-        own = _insert_own(self.state.own, step, rows_of(placed, len(placed), past), group.own)
-        self.state = replace(self.state, own=own)
-        self._insert([(row, draft) for row, draft in placed if row < past])
+    def _continue(self, weights: SamplerWeights, group: ActiveGroup, answers: list[tuple[int, PartialAnswer]]) -> None:
+        """Answers that were begun: the tokens of the whole group go through the model once, beside their prompt."""
+        prompt, past = group.request.prompt, len(self.rows)
+        if group.suffixes is None:
+            tokens = [a.tokens if a.open else [] for a in group.answers]
+            begun = np.zeros((self.shards, len(tokens), power_of_two(max(map(len, tokens)), MIN_PREFIX)), np.int32)
+            for row, ids in zip(begun[0], tokens, strict=True):
+                row[: len(ids)] = [prompt[-1], *ids][: len(ids)]
+            filled = self._prefill_batch(weights, [group], power_of_two(len(prompt) - 1, MIN_PREFIX), begun)
+            group.suffixes = jax.tree.map(lambda x: x[: len(tokens)], filled.suffixes)
+        row_of = {a.number: row for row, a in answers}
+        rows = _rows_of([(row_of.get(a.number, past), a) for a in group.answers], len(group.answers), past)
+        suffixes = _insert_suffixes(self.state.suffixes, self.state.answers.step, rows, group.suffixes)
+        self.state = replace(self.state, suffixes=suffixes)
+        self._insert(answers)
 
     # --- drawing
 
-    def step(self, held: weights.SamplerWeights) -> list[ActiveGroup]:
+    def step(self, weights: SamplerWeights) -> list[ActiveGroup]:
         """One call of the decoding loop. Returns the groups that are done; their rows and prefixes are free again."""
-        e, steps = self.engine, self.engine.tokens_per_call
-        lanes, place = self._lanes()
+        c, steps = self.config, self.config.tokens_per_call
+        self.calls += 1
         forced = np.full((len(self.rows), steps), -1, np.int32)
-        for i, occupant in enumerate(self.rows):
-            if occupant and occupant[1].script:
-                script = occupant[1].script[len(occupant[1].tokens) :][:steps]
+        for i, answer in enumerate(self.rows):
+            if answer and answer.script:
+                script = answer.script[len(answer.tokens) :][:steps]
                 forced[i, : len(script)] = script
-        filtered = any(x[0].request.sampling.filtered for x in self.rows if x)
-        static = (e.model, e.tokenizer.eos_ids, filtered)
-        self.state, drawn = _decode(*static, held.params, self.state, lanes, place, forced)
+        filtered = any(a.request.sampling.filtered for a in self.rows if a)
+        static = (c.model, c.tokenizer.eos_ids, filtered)
+        self.state, drawn = _decode(*static, weights.params, self.state, *self._lanes(), forced)
         tokens, logp, count, live = jax.device_get(drawn)
-        cut = False
-        for i, occupant in enumerate(self.rows):
-            if occupant is None:
+        stopped = False  # by the host, some answer that the device would go on with
+        for i, answer in enumerate(self.rows):
+            if answer is None:
                 continue
-            group, draft = occupant
-            if count[i]:
-                draft.take(tokens[i, : count[i]].tolist(), logp[i, : count[i]].tolist(), held.version, e.tokenizer)
-            if not draft.open:
+            if n := count[i]:
+                answer.take(tokens[i, :n].tolist(), logp[i, :n].tolist(), weights.version, c.tokenizer)
+            if not answer.open:
                 self.rows[i] = None
-                cut |= bool(live[i])
-        if cut:  # by a stop string
+                stopped |= bool(live[i])
+        if stopped:
             live = live & np.array([x is not None for x in self.rows])
             answers = self.state.answers
             answers = replace(answers, live=jax.device_put(live, answers.live.sharding))
             self.state = replace(self.state, answers=answers)
-        read = [x[0] for x in self.rows if x]  # by a row too of a group that another thread has just cancelled
-        done = [g for g in self.prefixes if g is not None and not g.left and g not in read]
+        # A group that another thread has just cancelled may still have a row, whose prompt has to stay.
+        in_rows = [a.group for a in self.rows if a]
+        done = [g for g in self.prefixes if g is not None and not g.is_open and g not in in_rows]
         for group in done:
             self.prefixes[group.prefix] = None
         return done
 
     def _lanes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows read each prefix, and each row's lane (see `cache.View`)."""
-        n, r = len(self.rows) // self.ways, len(self.prefixes) // self.ways
+        """`lanes` and `lane_of_row` of `cache.View`."""
+        n, r, width = len(self.rows) // self.shards, len(self.prefixes) // self.shards, self.shape.lanes
         readers: list[list[int]] = [[] for _ in self.prefixes]
-        for i, occupant in enumerate(self.rows):
-            if occupant is not None:
-                readers[occupant[0].prefix].append(i)
-        self.lanes = max(self.lanes, *(power(g.request.group) for g in self.prefixes if g is not None))
-        lanes = np.zeros((self.ways, r, self.lanes), np.int32)
-        place = np.zeros((self.ways, n), np.int32)
+        for i, answer in enumerate(self.rows):
+            if answer is not None:
+                readers[answer.group.prefix].append(i)
+        lanes = np.zeros((self.shards, r, width), np.int32)
+        lane_of_row = np.zeros((self.shards, n), np.int32)
         for p, rows in enumerate(readers):
-            for l, i in enumerate(rows):
-                lanes[p // r, p % r, l] = i % n
-                place[i // n, i % n] = (p % r) * self.lanes + l
-        return lanes, place
-
-
-def rows_of(placed: Sequence[tuple[int, PartialAnswer]], n: int, past: int) -> core.Rows:
-    """Rows to be filled with answers, padded to n with the row number `past`, which is dropped."""
-    drafts = [draft for _, draft in placed]
-    return core.Rows(
-        _padded([row for row, _ in placed], n, fill=past),
-        _padded([d.tokens[-1] if d.tokens else d.request.prompt[-1] for d in drafts], n),
-        _padded([len(d.tokens) for d in drafts], n),
-        _padded([d.limit for d in drafts], n),
-        draws_of(drafts, n),
-    )
-
-
-def _eights(n: int) -> int:
-    return -(-n // 8) * 8
+            for lane, i in enumerate(rows):
+                lanes[p // r, p % r, lane] = i % n
+                lane_of_row[i // n, i % n] = (p % r) * width + lane
+        return lanes, lane_of_row

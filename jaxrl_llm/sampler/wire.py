@@ -19,6 +19,7 @@ from jaxrl_llm.sampler.sampling import Sampling
 SERVICE = "jaxrl.Rollout"
 CHUNK = 2**20  # bytes of weights in one message, at most
 MAX_MESSAGE = 4 * 2**20 + CHUNK  # bytes of one message that a server receives, at most
+LEARNER_S = 30.0  # a learner from which a server has heard nothing for so long is taken to be gone
 # Idle connections are probed: a peer that is gone without a word is noticed within 15 seconds.
 KEEPALIVE = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
 KEEPALIVE += [("grpc.keepalive_permit_without_calls", 1)]
@@ -52,12 +53,13 @@ def _answer(message: pb.Answer) -> Answer:
     )
 
 
-def to_request_message(request: Request, id: str, instance: str = "") -> pb.SampleRequest:
-    """`request`, which `requests.check` has passed, for the server `instance` ("": for any)."""
+def to_request_message(request: Request, id: str, instance: str = "", run: str = "") -> pb.SampleRequest:
+    """`request`, which `requests.check` has passed, for the server `instance` with weights of `run` ("": any)."""
     r, s = request, request.sampling
     return pb.SampleRequest(
         id=id,
         instance=instance,
+        run=run,
         prompt=r.prompt,
         group=r.group,
         max_tokens=r.max_tokens,
@@ -110,10 +112,10 @@ def size(leaves: Mapping[str, np.ndarray]) -> int:
     return sum(leaf.nbytes for leaf in leaves.values())
 
 
-def to_chunks(leaves: Mapping[str, np.ndarray], version: int, run: str = "") -> Iterator[pb.Chunk]:
-    """The header, the data in chunks of at most CHUNK bytes, the digest. run: see Header."""
+def to_chunks(leaves: Mapping[str, np.ndarray], version: int, run: str = "", client: str = "") -> Iterator[pb.Chunk]:
+    """The header, the data in chunks of at most CHUNK bytes, the digest. run, client: see Header."""
     described = [pb.Leaf(name=n, dtype=x.dtype.name, shape=x.shape, bytes=x.nbytes) for n, x in leaves.items()]
-    header = pb.Header(version=version, leaves=described, bytes=size(leaves), run=run)
+    header = pb.Header(version=version, leaves=described, bytes=size(leaves), run=run, client=client)
     yield pb.Chunk(header=header)
     digest, sequence = _digest(header), 0
     for leaf in leaves.values():
@@ -152,9 +154,9 @@ class Assembly:
 
     def __init__(self, header: pb.Header, manifest: Manifest):
         _check_header(header, manifest)  # before memory is taken for what it announces
-        self.version, self.run = header.version, header.run
+        self.header = header
         self._leaves = {leaf.name: np.empty(tuple(leaf.shape), manifest[leaf.name][1]) for leaf in header.leaves}
-        self._room = [flat for x in self._leaves.values() if (flat := x.reshape(-1).view(np.uint8)).size][::-1]
+        self._unfilled = [flat for x in self._leaves.values() if (flat := x.reshape(-1).view(np.uint8)).size][::-1]
         self._hash, self._sequence, self._digest = _digest(header), 0, b""
 
     def add(self, chunk: pb.Chunk) -> None:
@@ -171,19 +173,20 @@ class Assembly:
             raise OSError(f"sequence={sequence}: expected {self._sequence}")
         if zlib.crc32(data) != chunk.data.crc32:
             raise OSError(f"chunk {sequence}: its CRC32 is not the one it was sent with")
-        if not 0 < len(data) <= (self._room[-1].size if self._room else 0):
+        if not 0 < len(data) <= (self._unfilled[-1].size if self._unfilled else 0):
             raise OSError(f"chunk {sequence} has {len(data)} bytes: expected at most what its leaf lacks")
-        room = self._room.pop()
-        room[: len(data)] = np.frombuffer(data, np.uint8)
-        if len(data) < room.size:
-            self._room.append(room[len(data) :])
+        leaf = self._unfilled.pop()
+        leaf[: len(data)] = np.frombuffer(data, np.uint8)
+        if len(data) < leaf.size:
+            self._unfilled.append(leaf[len(data) :])
         self._hash.update(data)
         self._sequence += 1
 
     def finish(self) -> dict[str, np.ndarray]:
         """The leaves, complete and as they were sent."""
-        if self._room:
-            raise OSError(f"{sum(room.size for room in self._room)} bytes are missing after chunk {self._sequence - 1}")
+        if self._unfilled:
+            missing = sum(leaf.size for leaf in self._unfilled)
+            raise OSError(f"{missing} bytes are missing after chunk {self._sequence - 1}")
         if self._digest != self._hash.digest():
             raise OSError("the BLAKE2b digest of all data is not the one that was sent")
         return self._leaves

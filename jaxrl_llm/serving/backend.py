@@ -20,7 +20,7 @@ from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler.requests import Group, Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.sampler.weights import SamplerWeights
-from jaxrl_llm.serving.engine import GREEDY, JetStreamEngine, Job, Listen, js, manifest
+from jaxrl_llm.serving.engine import GREEDY, DriverGroup, JetStreamEngine, Listen, js, manifest
 
 
 class Driver(js.orchestrator.Driver):
@@ -34,8 +34,8 @@ class Driver(js.orchestrator.Driver):
         self._detokenize_backlogs[0].maxsize = 1
 
     def _generate_thread(self, idx: int) -> None:
-        """JetStream asserts that some slot is taken after it has looked for free ones, but the last one may be freed in
-        between. Nothing is lost when no slot is taken, so it starts again."""
+        """JetStream asserts that some slot is taken after it has looked for free ones; the last one may be freed in
+        between. Nothing is lost then, so the loop starts again."""
         while True:
             try:
                 return super()._generate_thread(idx)
@@ -47,11 +47,11 @@ class Driver(js.orchestrator.Driver):
     def queued(self) -> int:
         return self._prefill_backlog.qsize()
 
-    def withdraw(self, job: Job) -> None:
-        """Takes what is left of a job out of the queue."""
+    def withdraw(self, group: DriverGroup) -> None:
+        """Takes the tickets of a group that are still queued out of the queue."""
         backlog = self._prefill_backlog
         with backlog.mutex:
-            kept = [r for r in backlog.queue if r is None or r.prefill_content.job is not job]
+            kept = [r for r in backlog.queue if r is None or r.prefill_content.group is not group]
             backlog.queue.clear()
             backlog.queue.extend(kept)
 
@@ -66,48 +66,48 @@ class DriverBackend:
         """engine: keywords of `JetStreamEngine`."""
         self.engine = JetStreamEngine(model, tokenizer, weights, **engine)
         self.vocab_size = model.vocab_size
-        self.max_prompt_tokens, self.max_tokens = self.engine.sampler.max_prompt_tokens, self.engine.sampler.max_tokens
+        self.max_prompt_tokens, self.max_tokens = self.engine.config.max_prompt_tokens, self.engine.config.max_tokens
         self.manifest = manifest(weights.params)
         self.driver = Driver(self.engine)
-        self._jobs: dict[Future[Group], Job] = {}
+        self._groups: dict[Future[Group], DriverGroup] = {}
         self._lock, self._closed = threading.Lock(), False
 
     @property
     def version(self) -> int:
-        return self.engine.weights.held.version
+        return self.engine.weights.weights.version
 
     def submit(self, request: Request, listen: Listen | None = None) -> Future[Group]:
-        """The group, when all of its answers are done. listen: see `Job`.
+        """The group, when all of its answers are done. listen: see `DriverGroup`.
 
         Raises ValueError if the request cannot be served, RuntimeError after `close`.
         """
         self.engine.check(request)
-        job = Job(request, listen)
+        group = DriverGroup(request, listen)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the backend is closed")
-            self._jobs[job.future] = job
-            for ticket in job.tickets:
+            self._groups[group.future] = group
+            for ticket in group.tickets:
                 active = js.orchestrator.ActiveRequest(request.max_tokens, ticket, prefill_content=ticket)
                 active.is_client_side_tokenization = True  # the Driver need not decode
                 self.driver.place_request_on_prefill_queue(active)
-        job.future.add_done_callback(self._forget)
-        return job.future
+        group.future.add_done_callback(self._forget)
+        return group.future
 
     def _forget(self, future: Future[Group]) -> None:
         with self._lock:
-            del self._jobs[future]
+            del self._groups[future]
 
     def cancel(self, future: Future[Group]) -> None:
         """Ends the group at once with what there is, unless it is done; its slots are free after the call under way."""
         with self._lock:
-            job = self._jobs.get(future)
-        if job is not None:
-            job.cancel()
-            self.driver.withdraw(job)
+            group = self._groups.get(future)
+        if group is not None:
+            group.cancel()
+            self.driver.withdraw(group)
 
     def load(self, leaves: dict[str, np.ndarray], version: int) -> float:
-        """Swaps all weights between two calls of `generate`; the seconds it took. See `Weights.load`."""
+        """Swaps all weights between two calls of `generate`; the seconds it took. See `WeightsBox.load`."""
         start = time.monotonic()
         self.engine.weights.load(leaves, version)
         return time.monotonic() - start
@@ -115,7 +115,7 @@ class DriverBackend:
     def stats(self) -> dict[str, float]:
         """Slots and those free, answers that wait for one, groups prefilled, tokens, calls of `generate`, version."""
         slots = self.engine.slots
-        free = sum(ticket is None or not ticket.draft.open for ticket in slots)
+        free = sum(ticket is None or not ticket.answer.open for ticket in slots)
         sizes = {"slots": len(slots), "slots_free": free, "queued": self.driver.queued}
         return {**sizes, **self.engine.counts, "version": self.version}
 
@@ -125,7 +125,7 @@ class DriverBackend:
             if self._closed:
                 return
             self._closed = True
-            futures = list(self._jobs)
+            futures = list(self._groups)
         for future in futures:
             self.cancel(future)
         self.driver.stop()
@@ -143,11 +143,11 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
 
         INVALID_ARGUMENT: cannot be served. A call that ends early frees its slot.
         """
-        loop, said = asyncio.get_running_loop(), asyncio.Queue()
+        loop, drawn = asyncio.get_running_loop(), asyncio.Queue()  # of token ids, None at the end
 
         def put(ids: list[int] | None) -> None:
             with suppress(RuntimeError):  # the loop is closed, nobody listens
-                loop.call_soon_threadsafe(said.put_nowait, ids)
+                loop.call_soon_threadsafe(drawn.put_nowait, ids)
 
         try:
             future = self._backend.submit(self._request(request), put)
@@ -156,21 +156,21 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
         context.add_done_callback(lambda _: self._backend.cancel(future))
         future.add_done_callback(lambda _: put(None))
         as_text = request.WhichOneof("content") == "text_content"
-        held, sent, ids = [], "", []
-        while (new := await said.get()) is not None:
-            held, ids = held + new, ids + new
-            text = self._backend.engine.sampler.tokenizer.decode(ids) if as_text else ""
+        unsent, sent_text, ids = [], "", []
+        while (new := await drawn.get()) is not None:
+            unsent, ids = unsent + new, ids + new
+            text = self._backend.engine.config.tokenizer.decode(ids) if as_text else ""
             if not text.endswith("\ufffd"):  # a character that is not whole yet
-                yield _response(text[len(sent) :], held)
-                held, sent = [], text
-        if held:
-            yield _response(text[len(sent) :], held)
+                yield _response(text[len(sent_text) :], unsent)
+                unsent, sent_text = [], text
+        if unsent:
+            yield _response(text[len(sent_text) :], unsent)
 
     def _request(self, asked: Any) -> Request:
         content = asked.WhichOneof("content")
         types.expect(not asked.session_cache, "session_cache", asked.session_cache, "none: sessions are not kept")
         types.expect(content is not None, "content", content, "text_content or token_content")
-        tokenizer = self._backend.engine.sampler.tokenizer
+        tokenizer = self._backend.engine.config.tokenizer
         text = content == "text_content"
         prompt = tokenizer.encode(asked.text_content.text) if text else asked.token_content.token_ids
         draw = next(self._draws) % 2**32

@@ -1,9 +1,9 @@
 """The sampler's slots as an engine of JetStream's orchestrator.
 
-A request enters the orchestrator's Driver as one `Ticket` per answer. The Driver takes it for a text, hands it to our
-`Tokenizer`, which passes it through, and to `prefill`, whose result is the ticket again; `insert` has the answer wait
-for a row, and `generate` fills the rows, prompts included, and decodes. Tokens, log-probs and the weights' version go
-to the answer's draft there; the Driver itself sees tokens alone, and learns from them when a slot is free.
+A request enters the orchestrator's Driver as one `DriverTicket` per answer. The Driver takes it for a text, hands it to
+our `Tokenizer`, which passes it through, and to `prefill`, whose result is the ticket again; `insert` has the answer
+wait for a row, and `generate` fills the rows, prompts included, and decodes. Tokens, log-probs and versions go to the
+answer there; the Driver itself sees tokens alone, and learns from them when a slot is free.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from jaxrl_llm import types
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.sampler.decode import LocalEngine
 from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request, check
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.sampler.slots import MIN_PREFIX, ActiveGroup, Place, Slots, power
+from jaxrl_llm.sampler.slots import MIN_PREFIX, ActiveGroup, SlotConfig, Slots, power_of_two
 from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.serving import jetstream
 
@@ -35,8 +34,11 @@ GREEDY = Sampling(temperature=0.0)
 Listen = Callable[[list[int]], None]
 
 
-class Job:
-    """A request under way. `future` has its group when all answers are done, or when it is cancelled."""
+class DriverGroup:
+    """A request on its way through the Driver.
+
+    `future` has the group when all answers are done, or when the request is cancelled.
+    """
 
     def __init__(self, request: Request, listen: Listen | None = None):
         """listen: gets new token ids of any answer, without the end-of-sequence token, in a thread of the Driver.
@@ -45,19 +47,19 @@ class Job:
         """
         self.request, self.listen = request, listen
         self.lock, self.cancelled = threading.Lock(), False
-        self.work = ActiveGroup(request, [JobDraft(self, g) for g in range(request.group)])
-        self.tickets = [Ticket(self, draft) for draft in self.work.drafts if draft.open]
+        self.active = ActiveGroup(request, [CancellableAnswer(self, g) for g in range(request.group)])
+        self.tickets = [DriverTicket(self, answer) for answer in self.active.answers if answer.open]
         self.future: Future[Group] = Future()
         self.future.set_running_or_notify_cancel()  # whoever waits cannot cancel it: only `cancel` frees the slots
-        self.left = len(self.tickets)  # not yet closed by the Driver
+        self.unclosed = len(self.tickets)  # tickets with which the Driver has not done
         self._resolved = False
         if not self.tickets:
             self._resolve()
 
-    def closed(self) -> None:
+    def ticket_closed(self) -> None:
         """The Driver has done with one of the tickets."""
-        self.left -= 1
-        if not self.left:
+        self.unclosed -= 1
+        if not self.unclosed:
             self._resolve()
 
     def cancel(self) -> None:
@@ -71,40 +73,40 @@ class Job:
             if self._resolved:
                 return
             self._resolved = True
-        self.future.set_result(self.work.answers())
+        self.future.set_result(self.active.result())
 
 
-class JobDraft(PartialAnswer):
+class CancellableAnswer(PartialAnswer):
     """An answer that another thread may cancel."""
 
-    def __init__(self, job: Job, number: int):
-        super().__init__(job.request, number)
-        self._job = job
+    def __init__(self, owner: DriverGroup, number: int):
+        super().__init__(owner.request, number)
+        self._owner = owner
 
     @property
     def open(self) -> bool:
-        return super().open and not self._job.cancelled
+        return super().open and not self._owner.cancelled
 
     def take(self, *drawn: Any) -> None:
-        with self._job.lock:
-            if not self._job.cancelled:
+        with self._owner.lock:
+            if not self._owner.cancelled:
                 super().take(*drawn)
 
 
-class Ticket(str):
+class DriverTicket(str):
     """One answer's way through the Driver, which sees an empty text, and where the Driver returns its results."""
 
-    def __new__(cls, job: Job, draft: PartialAnswer) -> Ticket:
+    def __new__(cls, group: DriverGroup, answer: PartialAnswer) -> DriverTicket:
         ticket = super().__new__(cls)
-        ticket.job, ticket.draft = job, draft
+        ticket.group, ticket.answer = group, answer
         return ticket
 
     def add_result(self, samples: list[Any]) -> None:
-        if self.job.listen is not None and samples[0].token_ids:
-            self.job.listen(samples[0].token_ids)
+        if self.group.listen is not None and samples[0].token_ids:
+            self.group.listen(samples[0].token_ids)
 
     def close(self) -> None:
-        self.job.closed()
+        self.group.ticket_closed()
 
 
 class Tokenizer(js.tokenizer_api.Tokenizer):
@@ -115,8 +117,8 @@ class Tokenizer(js.tokenizer_api.Tokenizer):
 
     def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
         """Padded token ids and how many there are; a ticket comes back as it is."""
-        if isinstance(s, Ticket):
-            return s, len(s.job.request.prompt)
+        if isinstance(s, DriverTicket):
+            return s, len(s.group.request.prompt)
         padding = {k: v for k, v in kwargs.items() if k in ("prefill_lengths", "max_prefill_length", "jax_padding")}
         ids = np.array(self.tokenizer.encode(s), np.int32)
         return js.token_utils.pad_tokens(ids, self.bos_id, self.pad_id, is_bos=False, **padding)
@@ -130,6 +132,7 @@ class Tokenizer(js.tokenizer_api.Tokenizer):
 
     @property
     def eos_id(self) -> int:
+        """JetStream wants one; what ends an answer is `stop_tokens`."""
         return self.tokenizer.eos_ids[0]
 
     @property
@@ -142,16 +145,16 @@ class Tokenizer(js.tokenizer_api.Tokenizer):
         return set(self.tokenizer.eos_ids)
 
 
-class Weights:
-    """The box that the Driver holds as parameters: what is in it may be swapped between two calls of `generate`."""
+class WeightsBox:
+    """What the Driver holds as parameters; its contents may be swapped between two calls of `generate`."""
 
-    def __init__(self, held: SamplerWeights):
-        self._held, self._lock = held, threading.Lock()
+    def __init__(self, weights: SamplerWeights):
+        self._weights, self._lock = weights, threading.Lock()
 
     @property
-    def held(self) -> SamplerWeights:
+    def weights(self) -> SamplerWeights:
         with self._lock:
-            return self._held
+            return self._weights
 
     def load(self, leaves: dict[str, np.ndarray], version: int) -> None:
         """Other values for all parameters, by `keystr` of their paths. Returns when they are on the devices.
@@ -159,7 +162,7 @@ class Weights:
         Raises ValueError, and changes nothing, if a leaf is missing, unknown, or of another shape or dtype.
         """
         types.expect(0 <= version < 2**31, "version", version, "a number in [0, 2^31)")
-        old = self.held.params
+        old = self.weights.params
         expected = manifest(old)
         missing, unknown = sorted(expected.keys() - leaves.keys()), sorted(leaves.keys() - expected.keys())
         types.expect(not missing, "leaves", f"nothing for {missing[:3]}", f"all of the {len(expected)} leaves")
@@ -172,7 +175,7 @@ class Weights:
         put = lambda path, x: jax.device_put(leaves[jax.tree_util.keystr(path)].copy(), x.sharding)
         params = jax.block_until_ready(jax.tree_util.tree_map_with_path(put, old))
         with self._lock:
-            self._held = SamplerWeights(params, version)
+            self._weights = SamplerWeights(params, version)
 
 
 def manifest(params: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -205,12 +208,12 @@ def _slot_data(tokens: list[int], ended: bool) -> Any:
     return js.engine_api.SlotData(row(tokens + end), row([1] * len(tokens) + end), np.zeros(1, np.int32))
 
 
-class DecodeState:
+class DriverState:
     """What the Driver holds between two calls: rows on the device, and the answers that wait for one."""
 
-    def __init__(self, engine: LocalEngine):
-        self.slots = Slots(engine)
-        self.waiting: deque[Place] = deque()
+    def __init__(self, config: SlotConfig):
+        self.slots = Slots(config)
+        self.waiting: deque[PartialAnswer] = deque()
 
 
 class JetStreamEngine(js.engine_api.Engine):
@@ -222,72 +225,74 @@ class JetStreamEngine(js.engine_api.Engine):
         tokenizer: tokenizers.Tokenizer,
         weights: SamplerWeights,
         *,
-        slots: int = 64,  # answers decoded at once
+        slots: int = 64,
         max_prompt_tokens: int = 1024,
-        max_tokens: int = 1024,  # per answer
-        tokens_per_call: int = 8,  # decoding steps per `generate`
-        kv_dtype: str = "",  # float32, bfloat16 or int8; that of the activations if left out
+        max_tokens: int = 1024,
+        tokens_per_call: int = 8,
+        kv_dtype: str = "",
         mesh: Mesh | None = None,
     ):
-        sizes = {"max_tokens": max_tokens, "slots": slots, "max_prompt_tokens": max_prompt_tokens}
-        sizes |= {"tokens_per_call": tokens_per_call}
-        for name, value in sizes.items():
-            types.expect(value >= 1, name, value, "at least 1")
-        none = SamplerWeights(None)  # they come with each call
-        self.sampler = LocalEngine(model, tokenizer, none, **sizes, kv_dtype=kv_dtype, mesh=mesh)
-        self.weights = Weights(weights)
-        self.slots: list[Ticket | None] = [None] * sharding.rows(slots, mesh)
+        """For the keywords see `SlotConfig`."""
+        types.expect(max_prompt_tokens >= 1, "max_prompt_tokens", max_prompt_tokens, "at least 1")
+        sizes = (slots, max_prompt_tokens, max_tokens, tokens_per_call)
+        self.config = SlotConfig(model, tokenizer, *sizes, kv_dtype, mesh=mesh)
+        self.weights = WeightsBox(weights)
+        self.slots: list[DriverTicket | None] = [None] * sharding.rows(slots, mesh)
         self.counts = {"prefills": 0, "tokens": 0, "steps": 0}  # the Driver's generating thread writes them
 
     def check(self, request: Request) -> None:
         """Raises ValueError if the request cannot be served."""
-        s = self.sampler
-        sizes = {"max_prompt_tokens": s.max_prompt_tokens, "max_tokens": s.max_tokens}
-        check(request, vocab_size=s.model.vocab_size, **sizes)
+        c = self.config
+        limits = {"max_prompt_tokens": c.max_prompt_tokens, "max_tokens": c.max_tokens}
+        check(request, vocab_size=c.model.vocab_size, **limits)
 
-    def load_params(self) -> Weights:
+    def load_params(self) -> WeightsBox:
         return self.weights
 
-    def prefill(self, *, params: Weights, existing_prefix: Any = None, padded_tokens: Any, true_length: int) -> Ticket:
+    def prefill(
+        self, *, params: WeightsBox, existing_prefix: Any = None, padded_tokens: Any, true_length: int
+    ) -> DriverTicket:
         """The ticket as it is: `generate` prefills its group's prompt. Token ids in its place are decoded greedily.
 
         Raises ValueError for a prefix, and for token ids that cannot be served.
         """
         types.expect(existing_prefix is None, "existing_prefix", existing_prefix, "None")
-        if isinstance(padded_tokens, Ticket):
+        if isinstance(padded_tokens, DriverTicket):
             return padded_tokens
         prompt = tuple(np.asarray(padded_tokens)[:true_length].tolist())
-        request = Request(prompt, max_tokens=self.sampler.max_tokens, sampling=GREEDY)
+        request = Request(prompt, max_tokens=self.config.max_tokens, sampling=GREEDY)
         self.check(request)
-        return Job(request).tickets[0]
+        return DriverGroup(request).tickets[0]
 
-    def insert(self, prefix: Ticket, decode_state: DecodeState, slot: int) -> DecodeState:
+    def insert(self, prefix: DriverTicket, decode_state: DriverState, slot: int) -> DriverState:
         """The ticket's answer has that slot of the Driver, and a row as soon as one is free."""
         self.slots[slot] = prefix
-        decode_state.waiting.append((prefix.job.work, prefix.draft))
+        decode_state.waiting.append(prefix.answer)
         return decode_state
 
-    def generate(self, params: Weights, decode_state: DecodeState) -> tuple[DecodeState, Results]:
+    def generate(self, params: WeightsBox, decode_state: DriverState) -> tuple[DriverState, Results]:
         """Up to `tokens_per_call` tokens for every answer that has not ended."""
-        under_way = {i: (t, len(t.draft.tokens)) for i, t in enumerate(self.slots) if t is not None and t.draft.open}
-        slots, held = decode_state.slots, params.held
-        waiting = decode_state.waiting = deque(place for place in decode_state.waiting if place[1].open)
+        under_way = {
+            i: (t.answer, len(t.answer.tokens)) for i, t in enumerate(self.slots) if t is not None and t.answer.open
+        }
+        slots, weights = decode_state.slots, params.weights
+        waiting = decode_state.waiting = deque(answer for answer in decode_state.waiting if answer.open)
         before = slots.prefills
         with self._context():
             if waiting or slots.busy:
-                slots.fill(held, waiting)
-                slots.step(held)
-        drawn = {i: (t.draft.tokens[seen:], not t.draft.open) for i, (t, seen) in under_way.items()}
-        self.slots = [t if t is not None and t.draft.open else None for t in self.slots]
+                slots.fill(weights, waiting)
+                slots.step(weights)
+        drawn = {i: (answer.tokens[old:], not answer.open) for i, (answer, old) in under_way.items()}
+        self.slots = [t if t is not None and t.answer.open else None for t in self.slots]
         self.counts["steps"] += 1
         self.counts["prefills"] += slots.prefills - before
         self.counts["tokens"] += sum(len(tokens) for tokens, _ in drawn.values())
         return decode_state, Results({i: _slot_data(*new) for i, new in drawn.items()})
 
-    def init_decode_state(self) -> DecodeState:
+    def init_decode_state(self) -> DriverState:
         """Empty slots."""
         self.slots = [None] * len(self.slots)
-        return DecodeState(self.sampler)
+        return DriverState(self.config)
 
     def _context(self) -> AbstractContextManager:
         """The mesh, in whichever thread."""
@@ -300,7 +305,7 @@ class JetStreamEngine(js.engine_api.Engine):
         return js.tokenizer_pb2.TokenizerParameters()
 
     def build_tokenizer(self, metadata: Any) -> Tokenizer:
-        return Tokenizer(self.sampler.tokenizer)
+        return Tokenizer(self.config.tokenizer)
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -312,13 +317,12 @@ class JetStreamEngine(js.engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        return power(
-            self.sampler.max_prompt_tokens, MIN_PREFIX
-        )  # one of JetStream's own sizes: it looks it up among them
+        """A power of two, because JetStream looks it up among its own sizes."""
+        return power_of_two(self.config.max_prompt_tokens, MIN_PREFIX)
 
     @property
     def mesh(self) -> Mesh | None:
-        return self.sampler.mesh
+        return self.config.mesh
 
     @property
     def colocated_cpus(self) -> None:

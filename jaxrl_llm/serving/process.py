@@ -31,20 +31,26 @@ def policy(source: Path, assignments: tuple[str, ...]) -> tuple[Config, Any]:
     return learner.config, state.params
 
 
+def _check(listen: dict[str, Any]) -> None:
+    """ValueError for what `server.serve` would refuse, before anything is loaded."""
+    server.check_listen(token=os.environ.get(TOKEN), **listen)
+
+
 def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
     """Serve in this process. listen: keywords of `server.serve`."""
     from jaxrl_llm.serving import backend
 
+    _check(listen)
     config, params = policy(source, assignments)
     r, model, made = config.rollout, trainer.sampler_model(config), []
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
 
     def make() -> backend.DriverBackend:
-        held = weights.push(model, params, mesh, quantized=trainer.quantized(config))
+        pushed = weights.push(model, params, mesh, quantized=trainer.quantized(config))
         sizes = {"max_prompt_tokens": r.max_prompt_tokens, "max_tokens": r.max_response_tokens}
         slots = r.slots or r.prompts * r.group_size
         drawn = {"slots": slots, "tokens_per_call": r.tokens_per_call, "kv_dtype": r.kv_dtype, "mesh": mesh}
-        made.append(backend.DriverBackend(model, config.tokenizer(), held, **sizes, **drawn))
+        made.append(backend.DriverBackend(model, config.tokenizer(), pushed, **sizes, **drawn))
         return made[0]
 
     with jax.set_mesh(mesh):
@@ -54,7 +60,7 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
 
 def watch(source: Path, assignments: tuple[str, ...], **listen: Any) -> int:
     """Serve in a process of its own; start it again, on the same port, when JetStream has killed it."""
-    server.check_listen(listen["host"], os.environ.get(TOKEN), listen["cert"], listen["key"])
+    _check(listen)
     words = [w for a in assignments for w in ("--set", a)]
     words += [w for k, v in listen.items() if v is not None for w in (f"--{k.replace('_', '-')}", str(v))]
     return supervisor.supervise([sys.executable, "-m", "jaxrl_llm.cli", "serve", str(source), *words, "--unwatched"])

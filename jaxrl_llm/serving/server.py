@@ -6,8 +6,10 @@ import asyncio
 import concurrent.futures
 import hmac
 import ipaddress
+import math
 import signal
 import threading
+import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -47,7 +49,7 @@ class Backend(Protocol):
         """Queue a request that `requests.check` has passed; ValueError if it cannot be served nevertheless."""
 
     def cancel(self, future: concurrent.futures.Future[Group]) -> None:
-        """Free the request's slots; its answers are cut where they are, with finish `cancelled`."""
+        """Free the request's slots; its answers end where they are, with finish `cancelled`."""
 
     def load(self, leaves: dict[str, np.ndarray], version: int) -> float:
         """Swap all weights between two tokens; the seconds it took. ValueError: the old ones stay."""
@@ -58,7 +60,7 @@ class Backend(Protocol):
 
 
 @dataclass
-class _Work:
+class _GroupCall:
     """A request that is being sampled, and how many calls wait for it."""
 
     future: concurrent.futures.Future[Group]
@@ -73,9 +75,10 @@ class Service:
         types.expect(max_waiting >= 1, "max_waiting", max_waiting, "at least 1")
         self.backend, self.max_waiting = backend, max_waiting
         self.instance, self.ready = uuid.uuid4().hex, True
-        self.run = ""  # whose weights are loaded
+        self.run, self.client = "", ""  # whose weights are loaded (see Header)
+        self.learner_seen = -math.inf  # when that run's learner was heard of last, by the monotonic clock
         self.counts: Counter[str] = Counter(answered=0, repeated=0, refused=0, cancelled=0, loaded=0)
-        self._running: dict[bytes, _Work] = {}  # by the request's bytes, its id among them
+        self._running: dict[bytes, _GroupCall] = {}  # by the request's bytes, its id among them
         self._answered: OrderedDict[bytes, pb.SampleReply] = OrderedDict()
         self._remembered = 0
         self._assembling, self._swapping = asyncio.Lock(), threading.Lock()
@@ -93,9 +96,10 @@ class Service:
     async def sample(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.SampleReply:
         """The whole group. An attempt that comes again joins the one that runs, or gets its answer.
 
-        INVALID_ARGUMENT: cannot be served. FAILED_PRECONDITION: meant for a server that has restarted since.
-        RESOURCE_EXHAUSTED: `max_waiting` groups are being sampled. UNAVAILABLE: cut by the server. UNKNOWN: it failed.
-        A call that ends early, by deadline or cancelled, cancels the group unless another call waits for it.
+        INVALID_ARGUMENT: cannot be served. FAILED_PRECONDITION: meant for a server that has restarted since, or for one
+        with another run's weights. RESOURCE_EXHAUSTED: `max_waiting` groups are being sampled. UNAVAILABLE: cancelled
+        by the server. UNKNOWN: it failed. A call that ends early, by deadline or cancelled, cancels the group unless
+        another call waits for it.
         """
         try:
             message = wire.parse(pb.SampleRequest, data)
@@ -105,6 +109,11 @@ class Service:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if message.instance not in ("", self.instance):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the server has restarted since its last Stats")
+        if message.run not in ("", self.run):
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"run={message.run!r}: the weights are those of run {self.run!r}"
+            )
+        self._hear(message.run)
         if data in self._answered:
             self.counts["repeated"] += 1
             return self._answered[data]
@@ -120,7 +129,7 @@ class Service:
         if any(
             a.finish == types.CANCELLED and len(a.tokens) < PartialAnswer(request, g).limit for g, a in enumerate(group)
         ):
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has cut the group")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has cancelled the group")
         return self._remember(data, wire.to_reply(group))
 
     def _request(self, message: pb.SampleRequest) -> Request:
@@ -129,17 +138,17 @@ class Service:
         requests.check(request, vocab_size=b.vocab_size, max_prompt_tokens=b.max_prompt_tokens, max_tokens=b.max_tokens)
         return request
 
-    def _submit(self, data: bytes, request: Request) -> _Work:
+    def _submit(self, data: bytes, request: Request) -> _GroupCall:
         future = self.backend.submit(request)
-        work = self._running[data] = _Work(future, asyncio.wrap_future(future))
+        work = self._running[data] = _GroupCall(future, asyncio.wrap_future(future))
         work.group.add_done_callback(lambda _: self._forget(data, work))
         return work
 
-    def _forget(self, data: bytes, work: _Work) -> None:
+    def _forget(self, data: bytes, work: _GroupCall) -> None:
         if self._running.get(data) is work:
             del self._running[data]
 
-    async def _wait(self, data: bytes, work: _Work) -> Group:
+    async def _wait(self, data: bytes, work: _GroupCall) -> Group:
         work.waiters += 1
         try:
             return await asyncio.shield(work.group)  # shielded: the future is the backend's, it alone resolves it
@@ -163,19 +172,20 @@ class Service:
         """All weights, swapped when the last byte is verified; after any error the old ones stay.
 
         INVALID_ARGUMENT: not this model's leaves, or no message. FAILED_PRECONDITION: a lower version than the one of
-        the same run that is loaded. DATA_LOSS: damaged, out of order or incomplete.
+        the same client that is loaded, or the learner of another run is there. DATA_LOSS: damaged, out of order or
+        incomplete.
         """
         try:
             async with self._assembling:  # host memory for one copy, whoever pushes
                 assembly = await self._assemble(chunks, context)
                 leaves = assembly.finish()
-            seconds = await asyncio.to_thread(self._swap, leaves, assembly.version, assembly.run)
+            seconds = await asyncio.to_thread(self._swap, leaves, assembly.header)
         except OSError as error:
             await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         self.counts["loaded"] += 1
-        return pb.LoadReply(version=assembly.version, seconds=seconds)
+        return pb.LoadReply(version=assembly.header.version, seconds=seconds)
 
     async def _assemble(self, chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> wire.Assembly:
         assembly = None
@@ -186,30 +196,46 @@ class Service:
                 continue
             if chunk.WhichOneof("part") != "header":
                 raise OSError(f"a {chunk.WhichOneof('part')} before the header")
-            version, loaded = chunk.header.version, self.backend.version
-            if version < loaded and chunk.header.run == self.run:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"version={version}: {loaded} is loaded")
+            if refusal := self._refusal(chunk.header):
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
             assembly = wire.Assembly(chunk.header, self.backend.manifest)
         if assembly is None:
             raise OSError("no header")
         return assembly
 
-    def _swap(self, leaves: dict[str, np.ndarray], version: int, run: str) -> float:
+    def _hear(self, run: str) -> None:
+        if run and run == self.run:
+            self.learner_seen = time.monotonic()
+
+    def _refusal(self, header: pb.Header) -> str:
+        """Why weights with this header may not be loaded now; empty if they may."""
+        loaded, silent_s = self.backend.version, time.monotonic() - self.learner_seen
+        if header.client == self.client and header.version < loaded:
+            return f"version={header.version}: {loaded} is loaded"
+        if header.run != self.run and silent_s < wire.LEARNER_S:
+            there = f"the learner of run {self.run!r} was here {silent_s:.0f} s ago"
+            return f"run={header.run!r}: {there}; expected it to have ended, or to be silent for {wire.LEARNER_S:.0f} s"
+        return ""
+
+    def _swap(self, leaves: dict[str, np.ndarray], header: pb.Header) -> float:
         with self._swapping:  # a thread's lock: a call that is cancelled leaves its thread at work
-            loaded = self.backend.version  # by another push, meanwhile
-            older = run == self.run and version < loaded
-            types.expect(not older, "version", version, f"at least {loaded}, which is loaded")
-            seconds = self.backend.load(leaves, version)
-            self.run = run
+            if refusal := self._refusal(header):  # because of another push, meanwhile
+                raise ValueError(refusal)
+            seconds = self.backend.load(leaves, header.version)
+            self.run, self.client = header.run, header.client
+            self._hear(header.run)
             return seconds
 
     async def stats(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.StatsReply:
         try:
-            wire.parse(pb.StatsRequest, data)
+            request = wire.parse(pb.StatsRequest, data)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        version = self.backend.version
-        return pb.StatsReply(ready=self.ready, instance=self.instance, version=version, values=self.values())
+        self._hear(request.run)
+        if request.leaves and request.run == self.run:
+            self.learner_seen = -math.inf
+        weights = {"version": self.backend.version, "run": self.run}
+        return pb.StatsReply(ready=self.ready, instance=self.instance, **weights, values=self.values())
 
     def values(self) -> dict[str, float]:
         """The backend's statistics and the service's counts, as plain numbers."""
@@ -240,8 +266,10 @@ class _Auth(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)  # reads nothing, whatever the method's kind
 
 
-def check_listen(host: str, token: str | None, cert: str | None, key: str | None) -> None:
-    """ValueError unless it is safe to listen there."""
+def check_listen(host: str, token: str | None, cert: str | None, key: str | None, **ports: int | None) -> None:
+    """ValueError unless these are ports and it is safe to listen there."""
+    for name, port in ports.items():
+        types.expect(port is None or 0 <= port < 2**16, name, port, "a port, 0 (any that is free) to 65535")
     types.expect((cert is None) == (key is None), "cert, key", (cert, key), "both or none")
     for name, path in (("cert", cert), ("key", key)):
         types.expect(path is None or Path(path).is_file(), name, path, "a file")
@@ -259,7 +287,7 @@ def _address(host: str, port: int) -> str:
 
 def bind(host: str, port: int, token: str | None, cert: str | None, key: str | None) -> tuple[grpc.aio.Server, int]:
     """A server that has its port (0: any that is free) but does not answer yet. OSError if the port is taken."""
-    check_listen(host, token, cert, key)
+    check_listen(host, token, cert, key, port=port)
     options = [
         ("grpc.max_receive_message_length", wire.MAX_MESSAGE),
         ("grpc.max_send_message_length", -1),
@@ -354,6 +382,8 @@ def serve(
     token: what every call must bring; a host beyond loopback wants one. cert, key: PEM files, for TLS. metrics_port:
     of /healthz, /readyz and /metrics on the same host. register: adds further services to the server.
     """
+
+    check_listen(host, token, cert, key, port=port, metrics_port=metrics_port)
 
     async def run() -> None:
         server, bound = bind(host, port, token, cert, key)

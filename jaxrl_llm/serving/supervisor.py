@@ -54,11 +54,12 @@ def supervise(command: list[str], *, deaths: int = 5, within_s: float = 60.0, ba
 
     To be called in the main thread; the command names its port, or it would have another one each time. Waits
     `backoff_s` before it starts again, twice as long after each death before the child listened, 10 s at most. A child
-    that ends with exit code 0 has been told to. RuntimeError: `deaths` within `within_s` and it never listened.
+    that ends with exit code 0 has been told to; one that ends with 2 before any has listened cannot serve what it is
+    asked to, and has said so. RuntimeError: `deaths` within `within_s` and it never listened.
     """
     stop = threading.Event()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    died: deque[float] = deque(maxlen=deaths)
+    died, ever_listened = deque(maxlen=deaths), False  # died: times, since it listened last
     try:
         while True:
             child, ready = _start(command)
@@ -67,7 +68,8 @@ def supervise(command: list[str], *, deaths: int = 5, within_s: float = 60.0, ba
                     pass
             finally:
                 _end(child)
-            if stop.is_set() or child.returncode == 0:
+            ever_listened |= ready.is_set()
+            if stop.is_set() or child.returncode == 0 or (child.returncode == 2 and not ever_listened):
                 return child.returncode
             code, delay_s = child.returncode, backoff_s
             if ready.is_set():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.sampler import cache
-from jaxrl_llm.sampler.cache import WIDTH_OF_KEYS, WIDTH_OF_VALUES, LayerCache, View
+from jaxrl_llm.sampler.cache import KEYS_WIDTH, VALUES_WIDTH, LayerCache, View
 from jaxrl_llm.sampler.quantize import Quantized, dequantized, quantize
 
 R, L, S, N, T, TOKENS, H, K, C = 3, 3, 6, 5, 6, 5, 4, 2, 8
@@ -42,10 +42,10 @@ def run(dtype):
     padded = [np.where((np.arange(S) < PREFIX[:, None])[..., None, None], x, 1e4) for x in (prefix_k, prefix_v)]
     empty = np.full((N, K, C, T), 1e4, np.float32)
     layer = LayerCache(
-        cache.stored(jnp.asarray(padded[0].transpose(0, 2, 3, 1), jnp.float32), dtype, WIDTH_OF_KEYS),
-        cache.stored(jnp.asarray(padded[1].transpose(0, 2, 1, 3), jnp.float32), dtype, WIDTH_OF_VALUES),
-        cache.stored(jnp.asarray(empty), dtype, WIDTH_OF_KEYS),
-        cache.stored(jnp.asarray(empty.swapaxes(2, 3)), dtype, WIDTH_OF_VALUES),
+        cache.in_dtype(jnp.asarray(padded[0].transpose(0, 2, 3, 1), jnp.float32), dtype, KEYS_WIDTH),
+        cache.in_dtype(jnp.asarray(padded[1].transpose(0, 2, 1, 3), jnp.float32), dtype, VALUES_WIDTH),
+        cache.in_dtype(jnp.asarray(empty), dtype, KEYS_WIDTH),
+        cache.in_dtype(jnp.asarray(empty.swapaxes(2, 3)), dtype, VALUES_WIDTH),
     )
     step_once = jax.jit(lambda view, q, k, v, layer: cache.decode(view)(q, k, v, layer))
     for step in range(10):
@@ -99,3 +99,28 @@ def test_dequantized_leaves_other_arrays_alone():
     assert got["a"].dtype == jnp.bfloat16
     assert got["b"] is tree["b"]
     assert isinstance(tree["a"], Quantized)
+
+
+def test_bfloat16_logits_are_not_rounded_before_the_softmax():
+    """Queries and keys in bfloat16 with logits of some tens: what is left of the error is that of the weights."""
+    n, width = 64, 64
+    q, k, v = (
+        jnp.asarray(random(*shape, seed=i), jnp.bfloat16)
+        for i, shape in enumerate([(1, 1, 4, width), (1, 1, width, n), (1, 1, n, width)])
+    )
+    exact_q, exact_k = (np.asarray(x, np.float64)[0, 0] for x in (q, k))
+    logits = exact_q @ exact_k
+    assert np.abs(logits).max() > 30
+    out, total, top = cache._softmax_parts(q, k, v, jnp.ones((1, 1, 1, n), bool))
+    exact_total = np.exp(logits - logits.max(axis=-1, keepdims=True)).sum(axis=-1, keepdims=True)
+    rounded = np.asarray(jnp.asarray(logits, jnp.bfloat16), np.float64)
+    rounded_total = np.exp(rounded - rounded.max(axis=-1, keepdims=True)).sum(axis=-1, keepdims=True)
+    before, error = (np.abs(x / exact_total - 1).max() for x in (rounded_total, np.asarray(total)[0, 0]))
+    assert before > 1e-2
+    assert error < before / 100
+    np.testing.assert_allclose(np.asarray(top)[0, 0], logits.max(axis=-1, keepdims=True), rtol=1e-6)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    exact_out = np.asarray(jnp.asarray(weights, jnp.bfloat16), np.float64) @ np.asarray(v, np.float64)[0, 0]
+    np.testing.assert_allclose(np.asarray(out)[0, 0], exact_out, atol=0.02)
+    assert out.dtype == jnp.float32
+    assert (np.asarray(out) != np.asarray(out.astype(jnp.bfloat16), np.float32)).any()  # nor is the sum of values

@@ -196,19 +196,19 @@ def test_a_closed_client_says_so():
 
 def test_closing_ends_a_call_in_another_thread():
     with running(FakeBackend(60)) as a:
-        client, said = Client([a.address]), []
+        client, errors = Client([a.address]), []
 
         def work():
             with pytest.raises(ValueError, match="closed") as error:
                 client.ordered(requests_(3))
-            said.append(error.value)
+            errors.append(error.value)
 
         thread = threading.Thread(target=work)
         thread.start()
         until(lambda: len(a.backend.submitted) == 3)
         client.close()
         thread.join(5)
-        assert len(said) == 1
+        assert len(errors) == 1
         until(lambda: len(a.backend.cancelled) == 3)
 
 
@@ -241,9 +241,40 @@ def test_weights_that_a_server_refuses():
             client.push(fake_backend.leaves(), 2)
         client.push(fake_backend.leaves(), 8)
         assert_answered(client.ordered(requests_(3)), requests_(3), version=8)
-        with client_of(a.address) as another:  # a run of its own, which begins at its own version
-            another.push(fake_backend.leaves(), 0)
-            assert_answered(another.ordered(requests_(3)), requests_(3), version=0)
+
+
+def test_a_second_learner_is_refused_while_the_first_is_there():
+    with running(FakeBackend()) as a, client_of(a.address, run="second") as second:
+        with client_of(a.address, run="first") as first:
+            first.push(fake_backend.leaves(), 5)
+            with pytest.raises(ValueError, match=f"{a.address}: run='second': the learner of run 'first' was here 0 s"):
+                second.push(fake_backend.leaves(1), 0)
+            assert_answered(first.ordered(requests_(3)), requests_(3), version=5)
+        second.push(fake_backend.leaves(1), 0)  # at a version of its own; the first has said that it leaves
+        assert_answered(second.ordered(requests_(3)), requests_(3), version=0)
+
+
+def test_a_learner_that_resumes_takes_over_from_itself_and_a_silent_one_loses_its_server(monkeypatch):
+    with running(FakeBackend()) as a, client_of(a.address, run="first") as killed:
+        killed.push(fake_backend.leaves(), 5)
+        with client_of(a.address, run="first") as resumed:
+            resumed.push(fake_backend.leaves(), 3)  # from its last checkpoint
+            assert_answered(resumed.ordered(requests_(3)), requests_(3), version=3)
+        with client_of(a.address, run="other") as other:
+            other.push(fake_backend.leaves(), 0)
+            with pytest.raises(ValueError, match="run='first': the learner of run 'other'"):  # no foreign answers
+                killed.ordered(requests_(1))
+            monkeypatch.setattr(wire, "LEARNER_S", 0.0)  # as if the other had not been heard of for long
+            assert_answered(killed.ordered(requests_(3)), requests_(3), version=5)
+
+
+def test_a_learner_that_trains_for_long_keeps_its_server(monkeypatch):
+    monkeypatch.setattr(wire, "LEARNER_S", 1.5)
+    with running(FakeBackend()) as a, client_of(a.address, run="first") as first:
+        first.push(fake_backend.leaves(), 5)
+        time.sleep(2.5)
+        with client_of(a.address) as second, pytest.raises(ValueError, match="the learner of run 'first' was here"):
+            second.push(fake_backend.leaves(1), 0)
 
 
 def test_a_server_that_restarts_while_nobody_calls_gets_its_weights_before_a_request():

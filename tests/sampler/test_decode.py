@@ -77,8 +77,8 @@ def answers(groups, tokenizer=TOKENIZER):
     rows = []
     for a in (a for group in groups for a in group):
         assert len(a.tokens) == len(a.logp) == len(a.versions) >= 1
-        said = a.tokens[:-1] if a.finish == EOS else a.tokens
-        rows.append((tuple(a.tokens.tolist()), a.logp, a.finish, tokenizer.decode(said)))
+        text = tokenizer.decode(a.tokens[:-1] if a.finish == EOS else a.tokens)
+        rows.append((tuple(a.tokens.tolist()), a.logp, a.finish, text))
     return rows
 
 
@@ -302,6 +302,17 @@ def test_stop_strings_cut_what_would_have_been_said(stop, tokens_per_call):
     assert [(r[0], r[2], r[3]) for r in run_chain(made, table)] == expected
 
 
+def test_any_of_several_end_of_sequence_tokens_ends_an_answer():
+    """The letter n ends answers too, as <|eot_id|> does beside <|end_of_text|>."""
+    n = TOKENIZER.encode("n")[0]
+    tokenizer = replace(TOKENIZER, eos_ids=(1, n))
+    made, table = chain({"a": {"n": 0.5, "$": 0.5}, "b": {"a": 1.0}, "c": {"a": 1.0}}, tokenizer=tokenizer)
+    rows = run_chain(made, table, ("a", "ba", "c"), seed=2)
+    assert {r[2] for r in rows} == {EOS}
+    assert {r[0][-1] for r in rows} == {1, n}
+    assert {r[3] for r in rows} == {"", "a"}  # neither is text
+
+
 def test_a_stop_string_followed_by_end_of_sequence():
     made, table = chain({"a": {"b": 1.0}, "b": {"c": 1.0}, "c": {"d": 1.0}, "d": {"$": 1.0}}, stop=("bc", "d$"))
     rows = run_chain(made, table, ("a", "b", "c"))
@@ -330,9 +341,9 @@ def test_stop_strings_with_few_slots(engine, base):
     stop = ("a", "kl", "nn", "dg")
     expected = []
     for tokens, logp, finish, text in base:
-        said = [TOKENIZER.decode(tokens[: n + 1]) for n in range(len(tokens) - (finish == EOS))]
-        n = next((n + 1 for n, t in enumerate(said) if any(s in t for s in stop)), None)
-        expected.append((tokens, logp, finish, text) if n is None else (tokens[:n], logp[:n], STOP, said[n - 1]))
+        texts = [TOKENIZER.decode(tokens[: n + 1]) for n in range(len(tokens) - (finish == EOS))]
+        n = next((n + 1 for n, t in enumerate(texts) if any(s in t for s in stop)), None)
+        expected.append((tokens, logp, finish, text) if n is None else (tokens[:n], logp[:n], STOP, texts[n - 1]))
     assert len({e[2] for e in expected}) > 1
     few = replace(engine, slots=4, tokens_per_call=7, stop=stop)
     assert_same(answers(generate(few, MANY)), expected)

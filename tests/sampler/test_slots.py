@@ -9,6 +9,7 @@ import pytest
 from test_decode import MANY, MODEL, PARAMS, PROMPTS, TOKENIZER, answers, assert_same, generate, make, requests
 
 from jaxrl_llm.parallel import sharding
+from jaxrl_llm.run import metrics
 from jaxrl_llm.sampler import core, decode, slots, weights
 from jaxrl_llm.sampler.groups import make_request
 from jaxrl_llm.sampler.requests import Answer, Request
@@ -33,7 +34,7 @@ def watched(monkeypatch):
 
     def recording(*args):
         state, forced = args[4], args[7]
-        columns, live = state.own[0][1].shape[2], int(state.answers.live.sum())
+        columns, live = state.suffixes[0][1].shape[2], int(state.answers.live.sum())
         rows = len(forced), len(state.prefixes.lengths), columns, live
         calls.append(rows)
         return inner(*args)
@@ -63,6 +64,47 @@ def test_shapes_follow_the_work(engine, monkeypatch):
     columns = [c[2] for c in calls]
     assert columns == sorted(columns)  # the first tokens do not pay for the last
     assert set(columns) == {32, 40}
+
+
+def stream(engine, asked):
+    """The answers as they come, as in mode async: one call of `sample` for all."""
+    left = iter(asked)
+    return list(engine.sample(lambda: next(left, None)))
+
+
+def test_shapes_come_down_again_after_a_wide_and_long_group(monkeypatch):
+    """One group of 64 with long answers and a long prompt, between many small ones: neither lanes nor columns stay."""
+    calls, inner = [], slots._decode
+    monkeypatch.setattr(slots, "PERIOD", 4)
+
+    def recording(*args):
+        state, lanes = args[4], args[5]
+        sizes = state.suffixes[0][1].shape[2], state.prefixes.kv[0][1].shape[2], lanes.shape[1], lanes.shape[2]
+        calls.append((args[:3], jax.tree.map(lambda x: x.shape, args[4:]), sizes))
+        return inner(*args)
+
+    monkeypatch.setattr(slots, "_decode", recording)
+    engine = make(MODEL, slots=8, tokens_per_call=8, max_tokens=128)
+    small = requests(engine, [PROMPTS[0]] * 80, group=2)
+    small = [replace(r, max_tokens=8) for r in small]
+    wide = replace(requests(engine, [PROMPTS[2] * 2], group=64)[0], max_tokens=128, draw=1000)
+    stream(engine, [*small[:20], wide, *small[20:]])
+    columns, size, prefixes, lanes = map(max, zip(*(c[2] for c in calls), strict=True))
+    assert (columns, size, lanes) == (128, 64, 64)
+    assert calls[0][2] == calls[-1][2] == (8, 16, calls[0][2][2], 2)
+    assert len({str(c[1:]) for c in calls}) <= 12  # programs of the decoding loop
+    before = metrics.compilations()
+    stream(engine, [*small[:20], wide, *small[20:]])
+    assert metrics.compilations() == before
+
+
+def test_shapes_stay_while_a_period_needs_them(engine, monkeypatch):
+    """Groups of 2 and of 8 that take turns: the lanes of the larger stay, or each turn would be another program."""
+    widths, inner = [], slots._decode
+    monkeypatch.setattr(slots, "_decode", lambda *args: widths.append(args[5].shape[2]) or inner(*args))
+    asked = [replace(r, group=8 if i % 4 == 0 else 2, max_tokens=3) for i, r in enumerate(requests(engine, MANY))]
+    stream(engine, asked)
+    assert sorted(widths) == widths
 
 
 def test_the_source_may_have_nothing_for_now(engine, base):
@@ -237,7 +279,7 @@ def test_a_wider_ring_has_every_token_of_the_narrow_one_at_its_step(have, column
         times = np.array([step - 1 - (step - 1 - c) % have for c in range(have)], np.float32)  # of what was written
         keys = np.broadcast_to(times, (3, 1, 2, have)) + 100 * np.arange(3)[:, None, None, None]
         values = keys.swapaxes(2, 3)
-        ((k, v),) = core.repack_own(((jnp.array(keys), jnp.array(values)),), step, jnp.array([2, 0]), columns)
+        ((k, v),) = core.repack_suffixes(((jnp.array(keys), jnp.array(values)),), step, jnp.array([2, 0]), columns)
         for age in range(have):
             time = step - 1 - age
             assert (k[:, 0, :, time % columns] == np.array([[200 + time], [time]])).all()

@@ -9,8 +9,10 @@ from fake_backend import until
 from test_decode import CHAIN, MODEL, PROMPTS, TOKENIZER, chain
 from test_engine import FOREVER, SIZES, TIMEOUT_S, WEIGHTS, A, closing, greedy
 
+from jaxrl_llm.sampler.requests import Request
 from jaxrl_llm.serving.backend import DriverBackend, decode_service
 from jaxrl_llm.serving.engine import js
+from jaxrl_llm.types import EOS
 
 pb = js.jetstream_pb2
 
@@ -22,7 +24,7 @@ def backend():
 
 
 @pytest.fixture(scope="module")
-def said_to():
+def expected_ids():
     """What is to be said to three prompts."""
     return greedy(PROMPTS[0], PROMPTS[2], A)
 
@@ -52,20 +54,20 @@ def decode_request(text=None, ids=None, max_tokens=40, **fields):
     return pb.DecodeRequest(max_tokens=max_tokens, **fields)
 
 
-async def said(stub, request):
+async def decoded(stub, request):
     samples = [r.stream_content.samples[0] async for r in stub.Decode(request)]
     return "".join(s.text for s in samples), [i for s in samples for i in s.token_ids], len(samples)
 
 
-def test_texts_and_token_ids(backend, said_to):
+def test_texts_and_token_ids(backend, expected_ids):
     async def talk(stub):
         health = await stub.HealthCheck(pb.HealthCheckRequest())
         asked = [decode_request(text="abc"), decode_request(ids=PROMPTS[2]), decode_request(ids=A, max_tokens=5)]
-        return health.is_live, await asyncio.gather(*(said(stub, r) for r in asked))
+        return health.is_live, await asyncio.gather(*(decoded(stub, r) for r in asked))
 
     live, ((text, by_text, parts), (none, by_ids, _), (_, short, _)) = serving(backend, talk)
     assert live is True
-    expected = [said_to[0], said_to[1], said_to[2][:5]]
+    expected = [expected_ids[0], expected_ids[1], expected_ids[2][:5]]
     without_end = [[i for i in ids if i != 1] for ids in expected]
     assert [by_text, by_ids, short] == without_end
     assert text == TOKENIZER.decode(by_text)
@@ -76,8 +78,20 @@ def test_texts_and_token_ids(backend, said_to):
 def test_the_end_is_not_sent():
     held = chain({"a": {"b": 1.0}, "b": {"$": 1.0}})[0].weights
     with closing(DriverBackend(CHAIN, TOKENIZER, held, slots=4, **SIZES)) as made:
-        text, ids, _ = serving(made, lambda stub: said(stub, decode_request(text="a")))
+        text, ids, _ = serving(made, lambda stub: decoded(stub, decode_request(text="a")))
     assert (text, ids) == ("b", TOKENIZER.encode("b"))
+
+
+def test_any_of_several_end_of_sequence_tokens_ends_an_answer_and_is_not_sent():
+    n = TOKENIZER.encode("n")[0]
+    made = chain({"a": {"b": 1.0}, "b": {"n": 1.0}, "c": {"$": 1.0}})[0].weights
+    several = replace(TOKENIZER, eos_ids=(1, n))
+    with closing(DriverBackend(CHAIN, several, made, slots=4, **SIZES)) as made:
+        talk = lambda stub: asyncio.gather(*(decoded(stub, decode_request(text=t)) for t in "ac"))
+        (first, second) = serving(made, talk)
+        group = made.submit(Request(tuple(TOKENIZER.encode("a")), 2, 40)).result(TIMEOUT_S)
+    assert [first[:2], second[:2]] == [("b", TOKENIZER.encode("b")), ("", [])]
+    assert [(a.tokens.tolist(), a.finish) for a in group] == [(TOKENIZER.encode("bn"), EOS)] * 2
 
 
 class Bytes:
@@ -95,7 +109,7 @@ def test_characters_are_sent_whole():
     held = chain({"c": {"d": 1.0}, "d": {"a": 1.0}, "a": {"b": 1.0}, "b": {"a": 1.0}})[0].weights
     with closing(DriverBackend(CHAIN, replace(TOKENIZER, hf=Bytes()), held, slots=4, **SIZES)) as made:
         asked = [decode_request(text="c", max_tokens=n) for n in (6, 7, 8, 9)]
-        got = serving(made, lambda stub: asyncio.gather(*(said(stub, r) for r in asked)))
+        got = serving(made, lambda stub: asyncio.gather(*(decoded(stub, r) for r in asked)))
     ids = TOKENIZER.encode("dabababab")
     texts = ["déé\ufffd", "dééé", "dééé\ufffd", "déééé"]
     assert got == [(text, ids[:n], 1) for n, text in zip((6, 7, 8, 9), texts, strict=True)]
@@ -115,16 +129,16 @@ def test_characters_are_sent_whole():
         (decode_request(text="a", max_tokens=41), "max_tokens"),
     ],
 )
-def test_what_cannot_be_served_is_refused(backend, said_to, request_, message):
+def test_what_cannot_be_served_is_refused(backend, expected_ids, request_, message):
     async def talk(stub):
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await said(stub, request_)
-        return error.value, await said(stub, decode_request(text="abc", max_tokens=4))
+            await decoded(stub, request_)
+        return error.value, await decoded(stub, decode_request(text="abc", max_tokens=4))
 
     error, (_, ids, _) = serving(backend, talk)
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert message in error.details()
-    assert ids == [i for i in said_to[0][:4] if i != 1]
+    assert ids == [i for i in expected_ids[0][:4] if i != 1]
 
 
 def test_a_client_that_goes_frees_its_slot():

@@ -25,7 +25,7 @@ pytest.importorskip("jetstream", reason="google-jetstream is not installed (extr
 from jaxrl_llm.sampler import slots as slots_module
 from jaxrl_llm.serving import backend as backend_module
 from jaxrl_llm.serving.backend import DriverBackend
-from jaxrl_llm.serving.engine import JetStreamEngine, Job
+from jaxrl_llm.serving.engine import DriverGroup, JetStreamEngine
 
 WARM, GREEDY = Sampling(0.7), Sampling(temperature=0.0)
 WEIGHTS = weights.push(MODEL, PARAMS, None)
@@ -64,7 +64,7 @@ def ask(made, requests):
 
 def ask_over_grpc(made, requests):
     with running(made) as worker, closing(Client([worker.address])) as calls:
-        calls.push(named(made.engine.weights.held.params), made.engine.weights.held.version)
+        calls.push(named(made.engine.weights.weights.params), made.engine.weights.weights.version)
         return calls.ordered(requests)
 
 
@@ -117,7 +117,7 @@ def test_answers_on_a_mesh(expected):
         assert_same(ask(made, mixed()[:6]), expected[:6])
         leaves = {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(held.params)}
         made.load(leaves, 1)
-        layouts = zip(jax.tree.leaves(made.engine.weights.held.params), jax.tree.leaves(held.params), strict=True)
+        layouts = zip(jax.tree.leaves(made.engine.weights.weights.params), jax.tree.leaves(held.params), strict=True)
         assert all(a.sharding == b.sharding for a, b in layouts)
 
 
@@ -210,12 +210,12 @@ def test_weights_are_swapped_while_answers_are_drawn():
 def test_weights_that_do_not_fit_change_nothing(backend, change, message):
     leaves = leaves_of(weights.push(MODEL, random_params(MODEL, 1), None).params)
     assert {n: (x.shape, x.dtype) for n, x in leaves.items()} == backend.manifest
-    held = backend.engine.weights.held
+    held = backend.engine.weights.weights
     change(leaves)
     with pytest.raises(ValueError, match=message):
         backend.load(leaves, 3)
     assert backend.version == 0
-    assert backend.engine.weights.held is held
+    assert backend.engine.weights.weights is held
 
 
 def test_versions_are_32_bits(backend):
@@ -340,7 +340,7 @@ def greedy(*prompts):
 
 
 def test_the_driver_gets_the_weights_box(engine):
-    assert engine.load_params().held is WEIGHTS
+    assert engine.load_params().weights is WEIGHTS
     assert engine.max_concurrent_decodes == 4
     assert engine.max_prefill_length == 32  # of the sizes that JetStream knows, the least that holds a prompt
     assert engine.samples_per_slot == 1
@@ -353,7 +353,7 @@ def test_prefill(engine, jax_padding):
     assert isinstance(tokens, jax.Array if jax_padding else np.ndarray)
     assert (tokens.tolist(), length) == ([2, 3, 4] + [0] * 13, 3)
     prefix = engine.prefill(params=engine.load_params(), padded_tokens=tokens, true_length=length)
-    assert prefix.job.request.prompt == (2, 3, 4)
+    assert prefix.group.request.prompt == (2, 3, 4)
     with pytest.raises(ValueError, match="existing_prefix"):
         engine.prefill(params=engine.load_params(), existing_prefix=prefix, padded_tokens=tokens, true_length=3)
 
@@ -377,7 +377,7 @@ def test_generate(engine, slot):
 
 def test_an_answer_that_was_cancelled_gives_up_its_row(engine):
     params, state = engine.load_params(), engine.init_decode_state()
-    jobs = [Job(Request(PROMPTS[0], 2, 40, WARM)), Job(Request(PROMPTS[1], 1, 40, GREEDY))]
+    jobs = [DriverGroup(Request(PROMPTS[0], 2, 40, WARM)), DriverGroup(Request(PROMPTS[1], 1, 40, GREEDY))]
     for slot, ticket in enumerate([*jobs[0].tickets, *jobs[1].tickets]):
         prefix = engine.prefill(params=params, padded_tokens=ticket, true_length=3)
         state = engine.insert(prefix, state, slot=slot)
@@ -394,27 +394,27 @@ def test_an_answer_that_was_cancelled_gives_up_its_row(engine):
 
 def test_a_group_cancelled_while_a_call_ends_keeps_its_prompt_as_long_as_a_row(engine, monkeypatch):
     """After its first row was looked at and before its last: the first is still taken in the next call."""
-    params, job = engine.load_params(), Job(Request(PROMPTS[0], 2, 40, WARM))
+    params, job = engine.load_params(), DriverGroup(Request(PROMPTS[0], 2, 40, WARM))
     state = engine.init_decode_state()
     for slot, ticket in enumerate(job.tickets):
         state = engine.insert(engine.prefill(params=params, padded_tokens=ticket, true_length=3), state, slot=slot)
-    last = job.work.drafts[1]
+    last = job.active.answers[1]
     monkeypatch.setattr(last, "take", lambda *_: job.cancel())
     state, _ = engine.generate(params, state)
     assert state.slots.busy == 1
-    assert state.slots.prefixes[state.slots.rows[0][0].prefix] is job.work
-    asked = Job(Request(PROMPTS[1], 8, 4, GREEDY))
+    assert state.slots.prefixes[state.slots.rows[0].group.prefix] is job.active
+    asked = DriverGroup(Request(PROMPTS[1], 8, 4, GREEDY))
     for slot, ticket in enumerate(asked.tickets[:2]):
         state = engine.insert(engine.prefill(params=params, padded_tokens=ticket, true_length=1), state, slot=slot)
     state, _ = engine.generate(params, state)
-    assert [d.tokens for d in asked.work.drafts[:2]] == [greedy(PROMPTS[1])[0][:4]] * 2
+    assert [d.tokens for d in asked.active.answers[:2]] == [greedy(PROMPTS[1])[0][:4]] * 2
     state, _ = engine.generate(params, state)
     assert state.slots.busy == 0
-    assert job.work not in state.slots.prefixes
+    assert job.active not in state.slots.prefixes
 
 
 def test_an_answer_cancelled_on_its_way_costs_nothing(engine):
-    job = Job(Request(PROMPTS[0], 1, 40, WARM))
+    job = DriverGroup(Request(PROMPTS[0], 1, 40, WARM))
     job.cancel()
     prefix = engine.prefill(params=engine.load_params(), padded_tokens=job.tickets[0], true_length=3)
     state = engine.insert(prefix, engine.init_decode_state(), slot=2)
@@ -424,7 +424,7 @@ def test_an_answer_cancelled_on_its_way_costs_nothing(engine):
 
 
 def test_a_ticket_passes_the_tokenizer(engine):
-    [ticket] = Job(Request((2, 3, 4))).tickets
+    [ticket] = DriverGroup(Request((2, 3, 4))).tickets
     assert isinstance(ticket, str)
     tokenizer = engine.build_tokenizer(None)
     same, length = tokenizer.encode(ticket, is_bos=True, max_prefill_length=32, jax_padding=True)

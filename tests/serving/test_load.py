@@ -102,11 +102,11 @@ def test_load(experiment, served):
 
     def one(seed):
         rng = random.Random(seed)
-        client = Client([address], deadline_s=60.0, in_flight=8)
+        client = Client([address], deadline_s=60.0, in_flight=8, run="load")  # the same weights, so one learner
         channel = grpc.insecure_channel(address)
         call = channel.unary_unary(f"/{wire.SERVICE}/Sample", pb.SampleRequest.SerializeToString, None)
         try:
-            client.push(named(weights.push(config.model, params, None).params), seed)
+            client.push(named(weights.push(config.model, params, None).params), 0)
             while time.monotonic() < until:
                 some = rng.choices(asked, k=rng.randrange(1, 12))
                 kind = rng.random()

@@ -120,7 +120,7 @@ def test_a_backend_that_fails_or_cuts_a_group_says_so(worker):
     with status(Code.UNKNOWN, "broken"):
         call(worker.channel, bytes_of(Request((1,), max_tokens=8, stop=("break",))))
     worker.backend.finish = "cancelled"
-    with status(Code.UNAVAILABLE, "cut"):
+    with status(Code.UNAVAILABLE, "cancelled"):
         call(worker.channel, bytes_of(REQUEST))
     worker.backend.finish = ""
     assert len(group_of(call(worker.channel, bytes_of(REQUEST)))) == 2
@@ -133,7 +133,7 @@ def test_answers_that_their_budget_has_cut_are_answers(worker):
     (answer,) = group_of(call(worker.channel, bytes_of(Request((7,), max_tokens=64, budget=budget), "1")))
     assert answer.finish == "cancelled"
     assert budget < 64  # or the budget is not what bounds it
-    with status(Code.UNAVAILABLE, "cut"):
+    with status(Code.UNAVAILABLE, "cancelled"):
         call(worker.channel, bytes_of(Request((7,), max_tokens=64, budget=budget + 1), "2"))
 
 
@@ -306,6 +306,15 @@ def test_bad_ways_to_listen():
         server.check_listen("127.0.0.1", None, str(FAKE), "nowhere")
     with pytest.raises(ValueError, match="max_waiting is 0"):
         server.Service(FakeBackend(), 0)
+
+
+@pytest.mark.parametrize("name", ["port", "metrics_port"])
+@pytest.mark.parametrize("value", [-1, 65536, 99999])
+def test_a_number_that_is_no_port_is_refused_before_anything_is_loaded(name, value):
+    loaded = []
+    with pytest.raises(ValueError, match=f"{name} is {value}; expected a port, 0 .* to 65535"):
+        server.serve(lambda: loaded.append(1), **{name: value})
+    assert not loaded
 
 
 def test_a_port_that_is_taken(worker):

@@ -150,8 +150,13 @@ def test_a_wrong_token_is_one_line(folder):
         server.wait(30)
 
 
-def test_it_does_not_listen_wide_without_a_token(folder):
-    process = jaxrl(folder, "serve", "tiny.py", "--host", "0.0.0.0")
-    output, _ = process.communicate(timeout=60)
+WRONG = {"--host": "0.0.0.0", "--port": "99999", "--metrics-port": "-1", "--set": "rollout.slots=-1"}
+
+
+@pytest.mark.parametrize("flag", WRONG)
+def test_a_way_to_listen_or_a_config_that_is_wrong_is_one_line(folder, flag):
+    process = jaxrl(folder, "serve", "tiny.py", f"{flag}={WRONG[flag]}")
+    output, _ = process.communicate(timeout=100)
     assert process.returncode == 2
-    assert "host is '0.0.0.0'" in output
+    assert flag.strip("-").replace("-", "_").replace("set", "slots") in output
+    assert len(output.splitlines()) == 1, output

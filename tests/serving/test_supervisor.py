@@ -47,6 +47,14 @@ def test_the_supervisor_gives_up_on_what_never_listens(capfd, tmp_path):
     assert capfd.readouterr().err.count("exit code 7: starting it again") == 4
 
 
+def test_what_cannot_serve_as_it_is_asked_to_is_not_started_again(tmp_path, capfd):
+    log = tmp_path / "log"
+    program = f"open({str(log)!r}, 'a').write('x'); raise SystemExit(2)"
+    assert supervisor.supervise([sys.executable, "-c", program], backoff_s=0.01) == 2
+    assert log.read_text() == "x"
+    assert capfd.readouterr().err == ""
+
+
 def test_the_supervisor_waits_longer_each_time_and_counts_only_recent_deaths(tmp_path):
     log = tmp_path / "log"
     program = f"import time; f = open({str(log)!r}, 'a+'); f.write(f'{{time.time()}}\\n'); f.flush(); f.seek(0)\n"
