@@ -181,7 +181,7 @@ class Algorithm:
         self._check_advantages()
         if self.nll_coef and self.updates.token_filter is not None:
             raise ValueError(
-                "algorithm.nll_coef is set; expected 0 with algorithm.updates.token_filter, which would filter its tokens too"
+                "algorithm.nll_coef is set; expected 0 with algorithm.updates.token_filter, which would drop some of it"
             )
         for needs, field, others in (
             ("values", "critic", ("token_advantage",)),

@@ -1,8 +1,9 @@
 """The table of methods: rows as the papers have them, functions that ask only for what the trainer has."""
 
+import dataclasses
 import inspect
 import json
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from itertools import combinations
 
@@ -129,7 +130,7 @@ def test_call_leaves_what_a_partial_has_bound():
 def row(value):
     """A method (or a part of one) as plain values; a function as its name and all its hyper-parameters."""
     if is_dataclass(value):
-        return {f.name: row(getattr(value, f.name)) for f in fields(value) if f.name != "paper"}
+        return {f.name: row(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "paper"}
     if callable(value):
         free = {
             n: p.default for n, p in inspect.signature(value).parameters.items() if p.default not in (p.empty, None)
