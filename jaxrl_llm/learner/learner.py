@@ -235,10 +235,8 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
     policy = replace(state, critic=None, memory=None, reference=None)
     if a.optimizer_reset:
         policy = replace(policy, opt_state=reset_moments(policy.opt_state))
-    taken, tokens = [], None
-    for phase, mini in (
-        list(product(range(a.phase_count), _mini_batches(batch, a.updates_per_batch))) * a.updates.epochs
-    ):
+    minis, taken, tokens = _mini_batches(batch, a.updates_per_batch), [], None
+    for phase, mini in list(product(range(a.phase_count), minis)) * a.updates.epochs:
         if a.updates.select is not None or a.updates.token_filter is not None:
             key = jax.random.fold_in(jax.random.key(config.seed), policy.step)
             mini = learner.choose(mini, *learner.logprobs(policy.params, mini), key)

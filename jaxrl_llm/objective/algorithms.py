@@ -72,14 +72,12 @@ def _check(field: str, fn: Callable | None) -> None:
     if free:
         raise ValueError(f"algorithm.{field} asks for {free[0]!r}; the trainer has {', '.join(ARRAYS[field])}")
     for name in _free(fn, ARRAYS[field]):
-        default = parameters[name].default
-        if default in (inspect.Parameter.empty, None) or (name in NOT_GIVEN and default == NOT_GIVEN[name]):
-            continue
-        called = getattr(Algorithm._base(fn), "__name__", fn)
-        raise ValueError(
-            f"algorithm.{field}: {called} has the default {name}={default!r}, but the trainer passes its own {name!r}; "
-            f"expected no default, another name, or functools.partial({called}, {name}={default!r}), which counts"
-        )
+        default, called = parameters[name].default, getattr(Algorithm._base(fn), "__name__", fn)
+        if default not in (inspect.Parameter.empty, None, NOT_GIVEN.get(name)):
+            raise ValueError(
+                f"algorithm.{field}: {called} has the default {name}={default!r}, but the trainer passes its own "
+                f"{name!r}; expected no default, another name, or functools.partial({called}, {name}={default!r})"
+            )
 
 
 @dataclass(frozen=True)
@@ -164,8 +162,7 @@ class Algorithm:
     def __post_init__(self) -> None:
         for field in ARRAYS:
             _check(field, attrgetter(field)(self))
-        if self.kl is not None and self.kl not in losses.KL_KINDS:
-            raise ValueError(f"algorithm.kl is {self.kl!r}; expected one of {', '.join(losses.KL_KINDS)}")
+        expect(self.kl in (None, *losses.KL_KINDS), "algorithm.kl", self.kl, f"one of {', '.join(losses.KL_KINDS)}")
         if self.kl_coef and self.kl is None:
             raise ValueError(f"algorithm.kl_coef is {self.kl_coef} but algorithm.kl is None; expected an estimator")
         if self.bypass and self.correction is not None:
@@ -175,8 +172,8 @@ class Algorithm:
             )
         for name in ("kl_coef", "kl_refresh", "nll_coef", "shaping.length_coef"):
             expect(attrgetter(name)(self) >= 0, f"algorithm.{name}", attrgetter(name)(self), "at least 0")
-        if self.norm_length is not None and self.norm_length < 1:
-            raise ValueError(f"algorithm.norm_length is {self.norm_length}; expected None or at least 1 token")
+        limit = self.norm_length
+        expect(limit is None or limit >= 1, "algorithm.norm_length", limit, "None or at least 1 token")
         self._check_responses()
         self._check_advantages()
         if self.nll_coef and self.updates.token_filter is not None:
@@ -202,8 +199,7 @@ class Algorithm:
         if self._base(self.correction) in TOKEN_CORRECTIONS:
             name = self._base(self.correction).__name__
             raise ValueError(f"algorithm.correction is {name}; expected a correction of whole responses{why}")
-        if self.norm not in ("sequence", "otm"):
-            raise ValueError(f"algorithm.norm is {self.norm!r}; expected 'sequence' or 'otm'{why}")
+        expect(self.norm in ("sequence", "otm"), "algorithm.norm", self.norm, f"'sequence' or 'otm'{why}")
         if self.updates.phases is not None:
             raise ValueError(f"algorithm.updates.phases is set; expected None{why}")
 
@@ -215,15 +211,11 @@ class Algorithm:
                     "does not name 'adv'"
                 )
             gamma = inspect.signature(self.token_advantage).parameters.get("gamma")
-            if self.critic is not None and gamma is not None and gamma.default != self.critic.gamma:
-                raise ValueError(
-                    f"algorithm.critic.gamma is {self.critic.gamma}; expected that of algorithm.token_advantage, "
-                    f"{gamma.default}"
-                )
-        if self._base(self.advantage) is advantages.maxrl and self.shaping.signed_reward:
-            raise ValueError(
-                "algorithm.shaping.signed_reward is True; expected False: maxrl divides by the mean reward"
-            )
+            if self.critic is not None and gamma is not None:
+                expected = f"that of algorithm.token_advantage, {gamma.default}"
+                expect(gamma.default == self.critic.gamma, "algorithm.critic.gamma", self.critic.gamma, expected)
+        signed = self._base(self.advantage) is advantages.maxrl and self.shaping.signed_reward
+        expect(not signed, "algorithm.shaping.signed_reward", True, "False: maxrl divides by the mean reward")
 
     @staticmethod
     def _base(fn: Callable | None) -> Callable | None:
