@@ -125,9 +125,7 @@ class Updates:
     epochs: int = 1  # passes over the mini-batches
     select: Callable | None = None  # → Bool[B,T] of the optimiser batch: the loss's `selected`
     token_filter: Callable | None = None  # → Bool[B,T] of the optimiser batch; tokens with False are masked out
-    # → a tuple of masks [B,T], as many for every shape. All mini-batches take a step on the tokens of the first mask,
-    # then all of them one on those of the second, and so on.
-    phases: Callable | None = None
+    phases: Callable | None = None  # → a tuple of masks [B,T]: all mini-batches take a step on one, then on the next
     phase_weights: Literal["batch", "phase"] = "batch"  # w's denominators count all tokens, or those of the phase
 
 
@@ -227,7 +225,10 @@ class Algorithm:
 
     @property
     def phase_count(self) -> int:
-        """How often an epoch goes through the mini-batches: the number of masks of `updates.phases`, 1 without it."""
+        """How often an epoch goes through the mini-batches: as often as `updates.phases` has masks, 1 without it.
+
+        The number must not depend on B and T.
+        """
         if self.updates.phases is None:
             return 1
         arrays = {"old_logp": jax.ShapeDtypeStruct((1, 1), jnp.float32), "mask": jax.ShapeDtypeStruct((1, 1), bool)}
