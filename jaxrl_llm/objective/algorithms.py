@@ -225,10 +225,7 @@ class Algorithm:
 
     @property
     def phase_count(self) -> int:
-        """How often an epoch goes through the mini-batches: as often as `updates.phases` has masks, 1 without it.
-
-        The number must not depend on B and T.
-        """
+        """How often an epoch goes through the mini-batches: once per mask of `updates.phases`, whatever B and T."""
         if self.updates.phases is None:
             return 1
         arrays = {"old_logp": jax.ShapeDtypeStruct((1, 1), jnp.float32), "mask": jax.ShapeDtypeStruct((1, 1), bool)}
