@@ -60,7 +60,7 @@ def test_a_default_that_would_never_be_used_is_an_error_that_says_what_to_do():
 
     want = (
         r"algorithm.token_advantage: mine has the default beta=0.5, but the trainer passes its own 'beta'; expected no "
-        r"default, another name, or functools.partial\(mine, beta=0.5\), which counts"
+        r"default, another name, or functools.partial\(mine, beta=0.5\)$"
     )
     whole = {**GRPO, "advantage": advantages.raw, "kl": "k1", "kl_coef": 0.1, "kl_in": "reward"}
     with pytest.raises(ValueError, match=want):
