@@ -18,10 +18,9 @@ CONFIG = replace(
     BASE,
     algorithm=replace(
         ALGORITHMS["clip_cov"],
-        updates=Updates(
-            select=partial(losses.select_clip_cov, frac=2e-3)
-        ),  # of some 2,500 tokens, the paper's 2e-4 would be half a one
-        updates_per_batch=4,
+        # of some 2,500 tokens, the paper's 2e-4 would be half a one
+        updates=Updates(select=partial(losses.select_clip_cov, frac=2e-3, clip_low=1.0, clip_high=1.0)),
+        updates_per_batch=4,  # the row's 8 would leave 4 prompts an update
     ),
     optimizer=replace(BASE.optimizer, lr=1e-5),
 )

@@ -21,7 +21,7 @@ CONFIG = Config(
     task=partial(tasks.countdown, numbers=(3, 3)),
     model=presets.MICRO,
     prime=Prime(stages=(Stage(batches=700, mixture=KNOWING), Stage(batches=100, mixture=MIXTURE))),
-    algorithm=replace(ALGORITHMS["grpo"], kl_coef=0.001),
+    algorithm=replace(ALGORITHMS["grpo"], kl_coef=0.001),  # .04 in the paper
     optimizer=Optimizer(lr=1e-4, warmup=5),
     rollout=Rollout(prompts=32, group_size=8, max_prompt_tokens=32, max_response_tokens=64),
     micro_batches=4,

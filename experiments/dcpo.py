@@ -17,6 +17,6 @@ CONFIG = replace(
     BASE,
     task=partial(BASE.task, n_train=512),  # its memory is of prompts that come again
     prime=replace(BASE.prime, task=BASE.task),
-    algorithm=replace(ALGORITHMS["dcpo"], updates_per_batch=4),
+    algorithm=replace(ALGORITHMS["dcpo"], updates_per_batch=4),  # the row's 16 would leave 2 prompts an update
     optimizer=replace(BASE.optimizer, lr=1e-5),
 )

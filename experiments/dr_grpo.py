@@ -12,4 +12,9 @@ from laptop_dapo import CONFIG as BASE
 
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 
-CONFIG = replace(BASE, algorithm=ALGORITHMS["dr_grpo"])
+CONFIG = replace(
+    BASE,
+    algorithm=ALGORITHMS["dr_grpo"],
+    optimizer=replace(BASE.optimizer, lr=1e-5),
+    micro_batches=1,  # each of the 8 updates has only 4 of the 32 prompts
+)

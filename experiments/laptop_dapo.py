@@ -23,8 +23,8 @@ CONFIG = Config(
     prime=Prime(stages=(Stage(batches=400, mixture={"clean": 1.0}), Stage(batches=120, mixture=MIXTURE))),
     algorithm=replace(
         ALGORITHMS["dapo"],
-        shaping=Shaping(signed_reward=True, length_reward=partial(soft_overlong, cache_len=16)),
-        updates_per_batch=1,
+        shaping=Shaping(signed_reward=True, length_reward=partial(soft_overlong, cache_len=16)),  # of 96
+        updates_per_batch=1,  # 16 in the row: one is enough here, and the quickest
     ),
     optimizer=Optimizer(lr=2e-5, warmup=5),
     rollout=Rollout(prompts=32, group_size=8, max_prompt_tokens=48, max_response_tokens=96, max_rounds=40),

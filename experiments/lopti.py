@@ -14,6 +14,6 @@ from jaxrl_llm.objective.algorithms import ALGORITHMS
 
 CONFIG = replace(
     BASE,
-    algorithm=replace(ALGORITHMS["lopti"], updates_per_batch=2),
+    algorithm=ALGORITHMS["lopti"],
     optimizer=replace(BASE.optimizer, lr=1e-5),
 )

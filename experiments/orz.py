@@ -7,14 +7,22 @@ Command: jaxrl train experiments/orz.py
 """
 
 from dataclasses import replace
+from functools import partial
 
 from laptop_dapo import CONFIG as BASE
 
-from jaxrl_llm.objective.algorithms import ALGORITHMS
+from jaxrl_llm.data import templates
+from jaxrl_llm.objective.algorithms import ALGORITHMS, PromptChoice
 from jaxrl_llm.types import Optimizer
 
 ROW = ALGORITHMS["orz"]
 CONFIG = replace(
     BASE,
-    algorithm=replace(ROW, critic=replace(ROW.critic, updates=8, mini_batches=4, optimizer=Optimizer(lr=1e-3))),
+    task=partial(templates.tagged, task=BASE.task),  # right only if the answer is closed by its tag
+    algorithm=replace(
+        ROW,
+        prompts=PromptChoice(partial(templates.custom, text="{question}<think>")),  # R1's in short
+        critic=replace(ROW.critic, updates=8, mini_batches=4, optimizer=Optimizer(lr=1e-3)),  # 12 in the row
+    ),
+    rollout=replace(BASE.rollout, stop=("</answer>",)),
 )

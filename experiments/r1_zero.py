@@ -18,8 +18,9 @@ CONFIG = replace(
     task=partial(templates.tagged, task=BASE.task),  # answers of 85 tokens at most
     algorithm=replace(
         ALGORITHMS["r1_zero"],
-        prompts=PromptChoice(partial(templates.custom, text="{question}<think>")),
-        updates_per_batch=4,
+        prompts=PromptChoice(partial(templates.custom, text="{question}<think>")),  # R1's in short
+        updates_per_batch=4,  # the row's 16 would leave 2 prompts an update
+        kl_refresh=100,  # every 25 of the 70 batches
     ),
     optimizer=replace(BASE.optimizer, lr=1e-5),
     rollout=replace(BASE.rollout, stop=("</answer>",)),

@@ -14,6 +14,7 @@ from jaxrl_llm.objective.algorithms import ALGORITHMS
 
 CONFIG = replace(
     BASE,
+    # the row's 8 would leave 4 prompts an update
     algorithm=replace(ALGORITHMS["reinforce_pp_baseline"], updates_per_batch=4),
     optimizer=replace(BASE.optimizer, lr=1e-5),
 )

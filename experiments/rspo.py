@@ -15,6 +15,6 @@ from jaxrl_llm.objective.algorithms import ALGORITHMS
 
 CONFIG = replace(
     BASE,
-    algorithm=replace(ALGORITHMS["rspo"], updates_per_batch=4),
+    algorithm=replace(ALGORITHMS["rspo"], updates_per_batch=4),  # the row's 8 would leave 4 prompts an update
     optimizer=replace(BASE.optimizer, lr=1e-5),
 )

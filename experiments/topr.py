@@ -14,6 +14,6 @@ from jaxrl_llm.objective.algorithms import ALGORITHMS
 
 CONFIG = replace(
     BASE,
-    algorithm=replace(ALGORITHMS["topr"], updates_per_batch=4),
+    algorithm=replace(ALGORITHMS["topr"], updates_per_batch=4),  # the row's 16 would leave 2 prompts an update
     optimizer=replace(BASE.optimizer, lr=1e-5),
 )

@@ -19,7 +19,8 @@ CONFIG = replace(
     BASE,
     algorithm=replace(
         ROW,
-        updates_per_batch=2,
+        updates_per_batch=2,  # the row's 16, of policy and critic, would leave 2 prompts an update
+        # the row's 50 batches of pre-training are most of a run of 70 steps
         critic=replace(ROW.critic, pretrain=20, updates=8, mini_batches=4, optimizer=Optimizer(lr=1e-3)),
     ),
     optimizer=replace(BASE.optimizer, lr=1e-5),

@@ -128,6 +128,7 @@ class TrainState:
     step: jax.Array  # int32 []: optimiser steps taken
     critic: TrainState | None = None  # the value function's
     memory: Any = None  # what the advantage remembers of each prompt
+    reference: Any = None  # the reference policy's parameters, only where `algorithm.kl_refresh` replaces them
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,13 @@ from jaxtyping import install_import_hook
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)
 
-MODULES = ("objective", "learner.batching", "models.logprobs", "rewards.length")
+# Not objective.algorithms: what a config may hold is checked by its own messages.
+MODULES = (
+    *(f"objective.{name}" for name in ("advantages", "corrections", "filters", "losses", "token_weights")),
+    "learner.batching",
+    "models.logprobs",
+    "rewards.length",
+)
 # is_pep484_tower: a hyper-parameter declared float may be written as an int.
 install_import_hook(
     [f"jaxrl_llm.{name}" for name in MODULES],

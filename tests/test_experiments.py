@@ -73,6 +73,14 @@ def test_a_method_s_file_runs_that_method(row):
         assert (used.steps_per_batch > 1) == (asked.steps_per_batch > 1)
 
 
+@pytest.mark.parametrize("row", [n for n, a in ALGORITHMS.items() if a.prompts.template is templates.r1])
+def test_answers_end_where_r1_s_template_ends_them(row):
+    loaded = config.load(FILES[row])
+    assert loaded.rollout.stop == ("</answer>",)
+    prompt = templates.applied(loaded.task(), loaded.algorithm.prompts.template).train[0]
+    assert prompt.text.endswith("<think>")
+
+
 # --- every one of them, for three steps ---------------------------------------------------------------------------
 
 

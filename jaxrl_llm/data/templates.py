@@ -1,4 +1,4 @@
-"""What stands around a question: functions Prompt → Prompt, applied to training and test problems alike."""
+"""Templates: functions Prompt → Prompt that put instructions around a question, of training and test problems alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.types import Prompt, Reward, Task
+from jaxrl_llm.types import Prompt, Reward, Task, expect
 
 R1 = (
     "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
@@ -30,14 +30,13 @@ def none(prompt: Prompt) -> Prompt:
 
 
 def custom(prompt: Prompt, text: str) -> Prompt:
-    """A template of yours; {question} stands for the question. ValueError if it does not occur."""
-    if "{question}" not in text:
-        raise ValueError(f"template text is {text!r}; expected '{{question}}' in it")
+    """Your own template: `text` with the question in place of {question}. ValueError if that does not occur in it."""
+    expect("{question}" in text, "template text", text, "'{question}' in it")
     return replace(prompt, text=text.replace("{question}", prompt.text))
 
 
 def r1(prompt: Prompt) -> Prompt:
-    """DeepSeek-R1-Zero's, 2501.12948. Generation should stop at '</answer>'."""
+    """DeepSeek-R1-Zero's, 2501.12948. Answers should end at '</answer>': set rollout.stop=('</answer>',)."""
     return custom(prompt, R1)
 
 
@@ -51,13 +50,11 @@ def with_length(
 ) -> Prompt:
     """A length target of n ~ U{low, …, high} tokens, named in the prompt and kept as meta["n_gold"].
 
-    It is drawn from the prompt's id alone, so that a problem keeps its target. L1, 2503.04697. ValueError unless
+    It depends on the prompt's id alone, so that a problem keeps its target. L1, 2503.04697. ValueError unless
     1 <= low <= high and {question} and {n} occur in the text.
     """
-    if not 1 <= low <= high:
-        raise ValueError(f"low is {low!r}; expected 1 <= low <= high={high!r}")
-    if "{n}" not in text:
-        raise ValueError(f"template text is {text!r}; expected '{{n}}' in it")
+    expect(1 <= low <= high, "low", low, f"1 <= low <= high={high!r}")
+    expect("{n}" in text, "template text", text, "'{n}' in it")
     n = int(np.random.default_rng([prompt.id, 0x11]).integers(low, high + 1))
     named = custom(prompt, text.replace("{n}", str(n)))
     return replace(named, meta={**named.meta, "n_gold": n})

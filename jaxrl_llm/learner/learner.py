@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ class Learner:
     choose_tokens: Callable
     learning_rate: optax.Schedule
     critic: critic.ValueFunction | None = None
-    ref_params: Any = None  # only when the algorithm has a reference policy
+    ref_params: Any = None  # the reference policy's; None without one, or where it is the state's (kl_refresh)
 
 
 def build(config: Config) -> Learner:
@@ -82,7 +83,7 @@ def build(config: Config) -> Learner:
 
 
 def fresh_state(learner: Learner, base: Any = None) -> TrainState:
-    """The state at step 0: random parameters, or those of a base policy; the critic, and the advantage's memory."""
+    """The state at step 0: random parameters, or those of a base policy; critic, memory and reference where used."""
     config, a = learner.config, learner.config.algorithm
     state = init_state(config.model, learner.tx, config.seed, learner.mesh)
     if base is not None:
@@ -91,6 +92,8 @@ def fresh_state(learner: Learner, base: Any = None) -> TrainState:
         state = replace(state, critic=learner.critic.init(state.params))
     if a.memory is not None:
         state = replace(state, memory=call(a.memory, {"n_prompts": len(learner.task.train)}))
+    if a.needs_reference and a.kl_refresh:
+        state = replace(state, reference=jax.tree.map(jnp.copy, state.params))  # a step donates its parameters
     return state
 
 
@@ -189,7 +192,8 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
     elif a.needs_old:
         batch = replace(batch, old_logp=learner.logprobs(state.params, batch)[0])
     if a.needs_reference:
-        batch = replace(batch, ref_logp=learner.logprobs(learner.ref_params, batch)[0])
+        reference = learner.ref_params if state.reference is None else state.reference
+        batch = replace(batch, ref_logp=learner.logprobs(reference, batch)[0])
     if learner.critic is not None:
         batch = replace(batch, values=learner.critic.values(state.critic.params, state.params, batch))
     indices = np.zeros(len(answers.prompts), np.int64) if answers.indices is None else answers.indices
@@ -217,29 +221,30 @@ def _mini_batches(batch: Batch, parts: int) -> list[Batch]:
 
 
 def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
-    """The policy's optimiser steps on the batch, one a mini-batch of whole prompts (or one for each of its phases).
+    """The policy's optimiser steps on the batch, each on a mini-batch of whole prompts, or on one phase's tokens of it.
 
-    Metrics are means over the steps; of maxima and minima the extremes.
+    In an epoch all mini-batches take their step of the first phase, then all of them that of the second. The old
+    log-probs stay those of the batch. Metrics are means over the steps; of maxima and minima the extremes.
     """
     a, config = learner.config.algorithm, learner.config
     weigh = partial(_with_weights, norm=a.norm, max_len=a.norm_length or config.rollout.max_response_tokens)
     weigh = partial(weigh, nll=a.nll_coef != 0, phase_weights=a.updates.phase_weights)
-    policy = replace(state, critic=None, memory=None)
+    policy = replace(state, critic=None, memory=None, reference=None)
     if a.optimizer_reset:
         policy = replace(policy, opt_state=reset_moments(policy.opt_state))
-    taken = []
-    for mini in _mini_batches(batch, a.updates_per_batch) * a.updates.epochs:
+    minis, taken, tokens = _mini_batches(batch, a.updates_per_batch), [], None
+    for phase, mini in list(product(range(a.phase_count), minis)) * a.updates.epochs:
         if a.updates.select is not None or a.updates.token_filter is not None:
             key = jax.random.fold_in(jax.random.key(config.seed), policy.step)
             mini = learner.choose_tokens(mini, *learner.logprobs(policy.params, mini), key)
-        for phase in (
-            (None,)
-            if a.updates.phases is None
-            else call(a.updates.phases, {"old_logp": mini.old_logp, "mask": mini.mask})
-        ):
-            policy, m = learner.train_step(policy, weigh(mini, phase=phase))
-            taken.append(m)
-    return replace(policy, critic=state.critic, memory=state.memory), _over_steps(taken)
+        if a.updates.phases is not None:
+            tokens = call(a.updates.phases, {"old_logp": mini.old_logp, "mask": mini.mask})[phase]
+        policy, m = learner.train_step(policy, weigh(mini, phase=tokens))
+        taken.append(m)
+    reference = state.reference
+    if reference is not None and int(policy.step) % a.kl_refresh < len(taken):  # these steps passed a multiple of it
+        reference = jax.tree.map(jnp.copy, policy.params)
+    return replace(policy, critic=state.critic, memory=state.memory, reference=reference), _over_steps(taken)
 
 
 def update_critic(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:

@@ -1,7 +1,7 @@
 """Rewards to advantages: what each response, or each token, is worth.
 
 Group functions take rewards [P,G] of any real dtype, one row a prompt, and return float32 [P,G]. Token functions take
-and return [B,T], with `mask` True on the tokens that train; what lies under the mask does not matter, and outputs are 0
+and return [B,T], with `mask` True on the tokens that train; values where it is False do not matter, and outputs are 0
 there. Nothing is differentiated. A hyper-parameter out of its range is a ValueError.
 A group whose rewards are equal up to float noise carries no signal: where a baseline is subtracted it gets exactly 0.
 """
@@ -77,7 +77,7 @@ def rloo(rewards: Rewards) -> Group:
 
 
 def lite_ppo(rewards: Rewards, *, eps: float = 1e-6) -> Group:
-    """Centred within the group, scaled by the whole batch: the spread of a few easy answers blows nothing up.
+    """Centred within the group, divided by the std of the whole batch: a group of nearly equal rewards is not blown up.
 
         A = (R − mean_group R) / (std_batch R + eps)         std over the whole batch, with P·G−1
 
@@ -88,7 +88,7 @@ def lite_ppo(rewards: Rewards, *, eps: float = 1e-6) -> Group:
 
 
 def scalerl(rewards: Rewards, *, eps: float = 1e-6, kept: Bool[AnyArray, "P"] | None = None) -> Group:
-    """Centred within the group, scaled by the spread of what the centring leaves.
+    """Centred within the group, divided by the std that the centred rewards have over the whole batch.
 
         a = R − mean_group R;   A = a / (std_batch a + eps)         std over the groups that are kept, with n−1
 
@@ -178,7 +178,7 @@ def opmd(rewards: Rewards, *, tau: float | None = None) -> Group:
 
 
 def gpg(rewards: Rewards) -> Group:
-    """The reward less its group's mean, scaled up for the responses of groups that say nothing.
+    """The reward less its group's mean, scaled up to make up for the responses in groups without signal.
 
         A = α·(R − mean R),   α = B / (B − #responses in constant groups);   0 if all are
 
@@ -191,7 +191,7 @@ def gpg(rewards: Rewards) -> Group:
 
 # --- with a memory for each prompt
 def dcpo_sas_init(n_prompts: int) -> Memory:
-    """What `dcpo_sas` remembers of each prompt: rewards seen, their mean, their squared deviations from it."""
+    """The first state of `dcpo_sas`: of each prompt's rewards the count, the mean, and Σ (R − mean)² as `m2`."""
     expect(n_prompts >= 1, "n_prompts", n_prompts, "at least 1")
     return {name: jnp.zeros(n_prompts, jnp.float32) for name in ("count", "mean", "m2")}
 
@@ -219,11 +219,11 @@ def dcpo_sas(
         count, mean, m2 = (state[name][at] for name in ("count", "mean", "m2"))
         total = count + group
         delta = jnp.mean(r) - mean
-        own = jnp.sum(centred**2)
+        within = jnp.sum(centred**2)
         now = {"count": total, "mean": mean + delta * group / total}
-        now["m2"] = m2 + own + delta**2 * count * group / total  # Chan: two sets' squared deviations about one mean
+        now["m2"] = m2 + within + delta**2 * count * group / total  # Chan: two sets' squared deviations about one mean
         i = total / group
-        new = jnp.where(constant, 0.0, centred / jnp.where(constant, 1.0, spread(own, group)))
+        new = jnp.where(constant, 0.0, centred / jnp.where(constant, 1.0, spread(within, group)))
         flat = now["m2"] <= total * (NOISE * jnp.maximum(1.0, jnp.abs(now["mean"]))) ** 2
         tot = jnp.where(flat, 0.0, (r - now["mean"]) / jnp.where(flat, 1.0, spread(now["m2"], total)))
         s1, s2 = (i - 1) / i * new + tot / i, new / i + (i - 1) / i * tot
@@ -237,7 +237,7 @@ def dcpo_sas(
 
 # --- token by token
 def token_rewards(rewards: Rows, kl: Tokens, mask: Mask, *, beta: float = 0.0) -> Out:
-    """The response's reward on its last token, less the KL penalty of each.
+    """Rewards per token: the response's on its last token, and the KL penalty on every token.
 
         r_t = R·1[t = last] − beta·kl_t
 
@@ -250,7 +250,7 @@ def token_rewards(rewards: Rows, kl: Tokens, mask: Mask, *, beta: float = 0.0) -
 
 
 def reinforce_pp(rewards: Rows, kl: Tokens, mask: Mask, *, beta: float = 0.0) -> Out:
-    """Reward to go, the KL penalty included, standardised over the batch's tokens; no group is needed.
+    """The sum of all rewards from a token on, KL penalty included, standardised over the batch's tokens; no groups.
 
         A_t = whiten(Σ_{t'≥t} r_t'),   r_t = R·1[t = last] − beta·kl_t
 
@@ -261,7 +261,7 @@ def reinforce_pp(rewards: Rows, kl: Tokens, mask: Mask, *, beta: float = 0.0) ->
 
 
 def reinforce_pp_baseline(rewards: Rewards, mask: Bool[AnyArray, "P G T"]) -> Float[Array, "P G T"]:
-    """Centred within the group, then standardised over the batch's tokens, where long answers weigh more.
+    """Centred within the group, then standardised over the batch's tokens, so that long answers weigh heavier in it.
 
         A = whiten(R − mean_group R)
 
@@ -319,7 +319,7 @@ def length_adaptive_gae(
 
         A = gae(r, V, λ = max(0, 1 − 1/(alpha·n)))
 
-    Arguments as theirs.  VAPO, arXiv 2504.05118.
+    Arguments as in these two.  VAPO, arXiv 2504.05118.
     """
     return gae(rewards, values, mask, gamma=gamma, lam=length_adaptive_lambda(jnp.sum(mask, axis=1), alpha=alpha))
 

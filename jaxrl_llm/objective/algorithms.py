@@ -1,7 +1,7 @@
 """The named methods: a row is a choice of pure functions, not a class.
 
-The trainer hands each function, by keyword, exactly the arrays that its signature names. A new method is a function
-and a row, or an `Algorithm` that an experiment file builds for itself.
+The trainer hands each function, by keyword, exactly the arrays that its signature names; what a partial has bound is
+left alone. A new method is a function and a row, or an `Algorithm` that an experiment file builds for itself.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+
 from jaxrl_llm.data import templates
 from jaxrl_llm.objective import advantages, corrections, filters, losses
 from jaxrl_llm.rewards import format as formats
 from jaxrl_llm.rewards import length
 from jaxrl_llm.types import Optimizer, expect
 
-# What the trainer has for each kind of function, by name.
+# The names that each kind of function may ask for; the trainer passes their values.
 ARRAYS = {
     "advantage": ("rewards", "lengths", "mask", "prompt_ids", "state", "kept"),
     "token_advantage": ("rewards", "adv", "mask", "values", "kl", "beta", "old_logp", "sampler_logp"),
@@ -34,18 +37,20 @@ ARRAYS = {
     "group_filter": ("correct", "rewards"),
     "memory": ("n_prompts",),
 }
-# Their value belongs to a response as a whole, and so must what multiplies it.
+# Such a name's default would never be used, so it may only say "not given": None, or for beta "no penalty".
+NOT_GIVEN = {"beta": 0.0}
+# Losses with one value per response; corrections with another factor for each token, which do not go with them.
 RESPONSE_LOSSES = (losses.gspo, losses.gmpo, losses.rspo, losses.opmd)
 TOKEN_CORRECTIONS = (corrections.tis, corrections.mis_token)
 
 
 def call(fn: Callable, available: dict[str, Any]) -> Any:
-    """fn with those of `available` that its signature names and no partial has bound already."""
+    """The value of fn, called with those of `available` that its signature names and no partial has bound."""
     return fn(**{name: available[name] for name in inspect.signature(fn).parameters if name in _free(fn, available)})
 
 
 def wants(fn: Callable | None, name: str) -> bool:
-    """Whether the trainer would hand `name` to fn."""
+    """Whether the trainer would pass `name` to fn."""
     return fn is not None and bool(_free(fn, (name,)))
 
 
@@ -66,6 +71,13 @@ def _check(field: str, fn: Callable | None) -> None:
     free = [n for n, p in parameters.items() if p.default is p.empty and n not in ARRAYS[field]]
     if free:
         raise ValueError(f"algorithm.{field} asks for {free[0]!r}; the trainer has {', '.join(ARRAYS[field])}")
+    for name in _free(fn, ARRAYS[field]):
+        default, called = parameters[name].default, getattr(Algorithm._base(fn), "__name__", fn)
+        if default not in (inspect.Parameter.empty, None, NOT_GIVEN.get(name)):
+            raise ValueError(
+                f"algorithm.{field}: {called} has the default {name}={default!r}, but the trainer passes its own "
+                f"{name!r}; expected no default, another name, or functools.partial({called}, {name}={default!r})"
+            )
 
 
 @dataclass(frozen=True)
@@ -78,17 +90,17 @@ class Critic:
     lam: float = 1.0  # λ of the returns it learns; the policy's own is in `token_advantage`
     clip: float | None = 0.2  # of the value loss
     updates: int = 1  # optimiser steps per batch of rollouts
-    mini_batches: int = 1  # that the batch is cut into; the steps go round them
+    mini_batches: int = 1  # the batch is split into; step i learns from mini-batch i mod mini_batches
     pretrain: int = 0  # batches of rollouts that it learns from before the policy's first step
     optimizer: Optimizer = Optimizer(lr=2e-4)
 
 
 @dataclass(frozen=True)
 class Shaping:
-    """What is learnt from, made of the verifier's value."""
+    """How the verifier's value becomes the reward that the policy learns from."""
 
     signed_reward: bool = False  # rewards of 0…1 become −1…+1
-    reward: Callable | None = None  # → [B], in place of the verifier's value
+    reward: Callable | None = None  # → [B], used instead of the verifier's value
     format_reward: Callable | None = None  # text → number, added to the reward
     length_reward: Callable | None = None  # → [P,G], added to the reward
     length_coef: float = 1.0
@@ -97,24 +109,24 @@ class Shaping:
 
 @dataclass(frozen=True)
 class PromptChoice:
-    """Which prompts are drawn, and which of their answers count."""
+    """Which prompts are drawn, how they are worded, and which of their answers are trained on."""
 
-    template: Callable = templates.none  # Prompt → Prompt: what stands around the question, a length target
+    template: Callable = templates.none  # Prompt → Prompt: the question with its instructions, maybe a length target
     prioritized: bool = False  # prompts are drawn with probability ∝ 1 − their success rate so far
-    retire_above: float | None = None  # success rate from which a prompt is not drawn again
-    resample: bool = True  # sampling goes on until P groups pass the filter; if not, the others leave the loss
-    overlong_filter: bool = False  # truncated responses leave the loss, and still count in their group
+    retire_above: float | None = None  # a prompt with at least this success rate is not drawn again
+    resample: bool = True  # sample until P groups pass `group_filter`; False: groups that fail it are masked out
+    overlong_filter: bool = False  # truncated responses are masked out, but count in their group's mean and std
 
 
 @dataclass(frozen=True)
 class Updates:
     """The optimiser steps on a batch of rollouts, and the tokens of each."""
 
-    epochs: int = 1  # over the mini-batches
-    select: Callable | None = None  # → `selected` [B,T] of the loss, over the optimiser batch
-    token_filter: Callable | None = None  # → Bool[B,T], over the optimiser batch; other tokens leave the mask
-    phases: Callable | None = None  # → masks [B,T], an optimiser step each
-    phase_weights: Literal["batch", "phase"] = "batch"  # whether w's denominators count all tokens or the phase's
+    epochs: int = 1  # passes over the mini-batches
+    select: Callable | None = None  # → Bool[B,T] of the optimiser batch: the loss's `selected`
+    token_filter: Callable | None = None  # → Bool[B,T] of the optimiser batch; tokens with False are masked out
+    phases: Callable | None = None  # → a tuple of masks [B,T]: all mini-batches take a step on one, then on the next
+    phase_weights: Literal["batch", "phase"] = "batch"  # w's denominators count all tokens, or those of the phase
 
 
 @dataclass(frozen=True)
@@ -130,25 +142,25 @@ class Algorithm:
     kl: str | None = None  # the estimator; None: no reference policy
     kl_coef: float = 0.0  # β
     kl_in: Literal["loss", "reward"] = "loss"
+    kl_refresh: int = 0  # optimiser steps after which the policy becomes the reference; 0: the base stays it
     entropy_coef: float = 0.0  # κ
     nll_coef: float = 0.0  # μ, of the mean −logp over the tokens of correct responses
     token_advantage: Callable | None = None  # → advantages [B,T]; rewards are [B], with a critic per token [B,T]
     whiten: bool = False  # advantages to mean 0 and variance 1 over the batch's tokens
     critic: Critic | None = None
-    memory: Callable | None = None  # n_prompts → what `advantage` remembers of each prompt: its `state`
-    shaping: Shaping = Shaping()  # of the reward, see there
+    memory: Callable | None = None  # n_prompts → the first `state` of an advantage that keeps one across steps
+    shaping: Shaping = Shaping()
     group_filter: Callable | None = None  # → Bool[P], the groups that are learnt from
-    prompts: PromptChoice = PromptChoice()  # and of the answers that count
+    prompts: PromptChoice = PromptChoice()
     updates_per_batch: int = 1  # mini-batches, split by whole prompts
-    updates: Updates = Updates()  # the tokens of each optimiser step
+    updates: Updates = Updates()
     optimizer_reset: bool = False  # a fresh optimiser state for every batch of rollouts
     paper: str = ""
 
     def __post_init__(self) -> None:
         for field in ARRAYS:
             _check(field, attrgetter(field)(self))
-        if self.kl is not None and self.kl not in losses.KL_KINDS:
-            raise ValueError(f"algorithm.kl is {self.kl!r}; expected one of {', '.join(losses.KL_KINDS)}")
+        expect(self.kl in (None, *losses.KL_KINDS), "algorithm.kl", self.kl, f"one of {', '.join(losses.KL_KINDS)}")
         if self.kl_coef and self.kl is None:
             raise ValueError(f"algorithm.kl_coef is {self.kl_coef} but algorithm.kl is None; expected an estimator")
         if self.bypass and self.correction is not None:
@@ -156,15 +168,15 @@ class Algorithm:
                 "algorithm.bypass is True and algorithm.correction is set; expected one of them: the ratio is already "
                 "learner/sampler, and the mismatch would count twice"
             )
-        for name in ("kl_coef", "nll_coef", "shaping.length_coef"):
+        for name in ("kl_coef", "kl_refresh", "nll_coef", "shaping.length_coef"):
             expect(attrgetter(name)(self) >= 0, f"algorithm.{name}", attrgetter(name)(self), "at least 0")
-        if self.norm_length is not None and self.norm_length < 1:
-            raise ValueError(f"algorithm.norm_length is {self.norm_length}; expected None or at least 1 token")
+        limit = self.norm_length
+        expect(limit is None or limit >= 1, "algorithm.norm_length", limit, "None or at least 1 token")
         self._check_responses()
         self._check_advantages()
         if self.nll_coef and self.updates.token_filter is not None:
             raise ValueError(
-                "algorithm.nll_coef is set; expected 0 with algorithm.updates.token_filter, which would cut it"
+                "algorithm.nll_coef is set; expected 0 with algorithm.updates.token_filter, which would drop some of it"
             )
         for needs, field, others in (
             ("values", "critic", ("token_advantage",)),
@@ -177,7 +189,7 @@ class Algorithm:
                 raise ValueError(f"algorithm.{field} {have}; expected it exactly when {others[0]} names {needs!r}")
 
     def _check_responses(self) -> None:
-        """A response's value lies on each of its tokens, so that weights, corrections and steps must not part them."""
+        """A loss with one value per response needs weights, corrections and steps that take a response as a whole."""
         loss = self._base(self.loss)
         if loss not in RESPONSE_LOSSES:
             return
@@ -185,8 +197,7 @@ class Algorithm:
         if self._base(self.correction) in TOKEN_CORRECTIONS:
             name = self._base(self.correction).__name__
             raise ValueError(f"algorithm.correction is {name}; expected a correction of whole responses{why}")
-        if self.norm not in ("sequence", "otm"):
-            raise ValueError(f"algorithm.norm is {self.norm!r}; expected 'sequence' or 'otm'{why}")
+        expect(self.norm in ("sequence", "otm"), "algorithm.norm", self.norm, f"'sequence' or 'otm'{why}")
         if self.updates.phases is not None:
             raise ValueError(f"algorithm.updates.phases is set; expected None{why}")
 
@@ -198,15 +209,11 @@ class Algorithm:
                     "does not name 'adv'"
                 )
             gamma = inspect.signature(self.token_advantage).parameters.get("gamma")
-            if self.critic is not None and gamma is not None and gamma.default != self.critic.gamma:
-                raise ValueError(
-                    f"algorithm.critic.gamma is {self.critic.gamma}; expected that of algorithm.token_advantage, "
-                    f"{gamma.default}"
-                )
-        if self._base(self.advantage) is advantages.maxrl and self.shaping.signed_reward:
-            raise ValueError(
-                "algorithm.shaping.signed_reward is True; expected False: maxrl divides by the mean reward"
-            )
+            if self.critic is not None and gamma is not None:
+                expected = f"that of algorithm.token_advantage, {gamma.default}"
+                expect(gamma.default == self.critic.gamma, "algorithm.critic.gamma", self.critic.gamma, expected)
+        signed = self._base(self.advantage) is advantages.maxrl and self.shaping.signed_reward
+        expect(not signed, "algorithm.shaping.signed_reward", True, "False: maxrl divides by the mean reward")
 
     @staticmethod
     def _base(fn: Callable | None) -> Callable | None:
@@ -217,23 +224,39 @@ class Algorithm:
         return self.kl is not None and self.kl_coef != 0
 
     @property
+    def phase_count(self) -> int:
+        """How often an epoch goes through the mini-batches: once per mask of `updates.phases`, whatever B and T."""
+        if self.updates.phases is None:
+            return 1
+        arrays = {"old_logp": jax.ShapeDtypeStruct((1, 1), jnp.float32), "mask": jax.ShapeDtypeStruct((1, 1), bool)}
+        masks = jax.eval_shape(partial(call, self.updates.phases), arrays)
+        expect(isinstance(masks, tuple), "algorithm.updates.phases", self.updates.phases, "one that returns a tuple")
+        return len(masks)
+
+    @property
     def steps_per_batch(self) -> int:
-        """The policy's optimiser steps on a batch of rollouts, at most (two for each mini-batch if in phases)."""
-        return self.updates_per_batch * self.updates.epochs * (1 if self.updates.phases is None else 2)
+        """The policy's optimiser steps on a batch of rollouts: epochs × phases × mini-batches."""
+        return self.updates.epochs * self.phase_count * self.updates_per_batch
 
     @property
     def needs_old(self) -> bool:
         """Whether the learner's own log-probs have to be taken before the batch's first update."""
         token_kl = self.needs_reference and self.kl_in == "reward"
-        asked = any(
-            wants(fn, "old_logp") for fn in (self.token_advantage, self.updates.select, self.updates.token_filter)
-        )
+        u = self.updates
+        asked = any(wants(fn, "old_logp") for fn in (self.token_advantage, u.select, u.token_filter, u.phases))
         return not self.bypass and (self.steps_per_batch > 1 or token_kl or asked)
 
 
 _GAE_1 = partial(advantages.gae, lam=1.0)
 _GRPO = {"advantage": advantages.grpo, "loss": losses.ppo_clip, "norm": "sequence"}
+# Of one paper, 2505.12929: advantage reweighting and Lopti.
+_LOW_PROBABILITY = {
+    "advantage": advantages.grpo, "loss": partial(losses.ppo_clip, clip_high=0.24, dual_clip=10.0), "norm": "token",
+    "kl": "k3", "kl_coef": 0.001, "updates_per_batch": 2, "paper": "2505.12929",
+}  # fmt: skip
+_SOFT_OVERLONG = partial(length.soft_overlong, cache_len=4096)
 
+# As the papers ran them. Optimiser, batch size and stop strings belong to the run: see the experiment of the same name.
 ALGORITHMS: dict[str, Algorithm] = {
     # --- with a critic
     "ppo": Algorithm(
@@ -245,7 +268,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "orz": Algorithm(
         advantages.raw, losses.ppo_clip, "token", token_advantage=_GAE_1, critic=Critic(updates=12, mini_batches=12),
-        paper="2503.24290",
+        whiten=True, prompts=PromptChoice(templates.r1), paper="2503.24290",
     ),
     "vapo": Algorithm(
         advantages.raw, partial(losses.ppo_clip, clip_high=0.28), "token",
@@ -282,16 +305,19 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     # --- GRPO and what was changed in it
     "grpo": Algorithm(**_GRPO, kl="k3", kl_coef=0.04, paper="2402.03300"),
-    "dr_grpo": Algorithm(advantages.dr_grpo, losses.ppo_clip, "constant", paper="2503.20783"),
+    "dr_grpo": Algorithm(advantages.dr_grpo, losses.ppo_clip, "constant", updates_per_batch=8, paper="2503.20783"),
     "dapo": Algorithm(
         advantages.grpo, partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28), "token",
-        shaping=Shaping(signed_reward=True, length_reward=partial(length.soft_overlong, cache_len=4096)),
+        shaping=Shaping(signed_reward=True, length_reward=_SOFT_OVERLONG),
         group_filter=filters.mixed, updates_per_batch=16, paper="2503.14476",
     ),
     "gspo": Algorithm(advantages.grpo, losses.gspo, "sequence", updates_per_batch=4, paper="2507.18071"),
     "gspo_token": Algorithm(advantages.grpo, losses.gspo_token, "sequence", updates_per_batch=4, paper="2507.18071"),
     "gmpo": Algorithm(advantages.grpo, losses.gmpo, "sequence", updates_per_batch=8, paper="2507.20673"),
-    "cispo": Algorithm(advantages.grpo, losses.cispo, "token", updates_per_batch=16, paper="2506.13585"),
+    "cispo": Algorithm(
+        advantages.grpo, losses.cispo, "token", shaping=Shaping(length_reward=_SOFT_OVERLONG),
+        group_filter=filters.mixed, updates_per_batch=16, paper="2506.13585",
+    ),
     "sapo": Algorithm(advantages.grpo, losses.sapo, "sequence", updates_per_batch=4, paper="2511.20347"),
     "dcpo": Algorithm(
         advantages.dcpo_sas, losses.dcpo, "otm", memory=advantages.dcpo_sas_init, updates_per_batch=16,
@@ -300,28 +326,24 @@ ALGORITHMS: dict[str, Algorithm] = {
     "rspo": Algorithm(advantages.grpo, losses.rspo, "sequence", updates_per_batch=8, paper="2510.23027"),
     "lite_ppo": Algorithm(advantages.lite_ppo, losses.ppo_clip, "token", updates_per_batch=4, paper="2508.08221"),
     "reinforce_rej": Algorithm(
-        advantages.reinforce_rej, losses.ppo_clip, "token", shaping=Shaping(signed_reward=True), updates_per_batch=4,
-        paper="2504.11343",
+        advantages.reinforce_rej, losses.ppo_clip, "token", kl="k3", kl_coef=0.001,
+        shaping=Shaping(signed_reward=True), updates_per_batch=4, paper="2504.11343",
     ),
     "raft_pp": Algorithm(
-        advantages.raft, losses.ppo_clip, "token", shaping=Shaping(signed_reward=True), updates_per_batch=4,
-        paper="2504.11343",
+        advantages.raft, losses.ppo_clip, "token", kl="k3", kl_coef=0.001,
+        shaping=Shaping(signed_reward=True), updates_per_batch=4, paper="2504.11343",
     ),
     "passk_grpo": Algorithm(advantages.passk, losses.ppo_clip, "sequence", updates_per_batch=4, paper="2503.19595"),
     # --- GRPO on chosen tokens
-    "ar": Algorithm(
-        **_GRPO, token_advantage=advantages.reweight, kl="k3", kl_coef=0.001, updates_per_batch=4, paper="2505.12929"
-    ),
-    "lopti": Algorithm(
-        **_GRPO, updates=Updates(phases=filters.lopti_phases), kl="k3", kl_coef=0.001, updates_per_batch=4,
-        paper="2505.12929",
-    ),
-    "clip_cov": Algorithm(
-        advantages.grpo, losses.clip_cov, "token", updates=Updates(select=losses.select_clip_cov), updates_per_batch=8,
+    "ar": Algorithm(**_LOW_PROBABILITY, token_advantage=advantages.reweight),
+    "lopti": Algorithm(**_LOW_PROBABILITY, updates=Updates(phases=filters.lopti_phases)),
+    "clip_cov": Algorithm(  # with clips of 1, in the choice of tokens too, hardly any ratio is clipped
+        advantages.grpo, partial(losses.clip_cov, clip_low=1.0, clip_high=1.0), "token", group_filter=filters.mixed,
+        updates=Updates(select=partial(losses.select_clip_cov, clip_low=1.0, clip_high=1.0)), updates_per_batch=8,
         paper="2505.22617",
     ),
     "kl_cov": Algorithm(
-        advantages.grpo, partial(losses.kl_cov, coef=0.1), "token",
+        advantages.grpo, partial(losses.kl_cov, coef=1.0), "token", group_filter=filters.mixed,
         updates=Updates(select=partial(losses.select_cov, frac=2e-3)), updates_per_batch=8, paper="2505.22617",
     ),
     # --- whole recipes
@@ -335,10 +357,11 @@ ALGORITHMS: dict[str, Algorithm] = {
         prompts=PromptChoice(resample=False, retire_above=0.9), paper="2510.13786",
     ),
     "simplerl_zoo": Algorithm(
-        **_GRPO, kl="k3", kl_coef=1e-4, entropy_coef=0.001, updates_per_batch=4, paper="2503.18892"
+        advantages.grpo, losses.ppo_clip, "token", kl="k3", kl_coef=1e-4, entropy_coef=0.001, updates_per_batch=4,
+        paper="2503.18892",
     ),
     "r1_zero": Algorithm(
-        **_GRPO, kl="k3", kl_coef=0.001, prompts=PromptChoice(templates.r1),
+        **_GRPO, kl="k3", kl_coef=0.001, kl_refresh=400, prompts=PromptChoice(templates.r1),
         shaping=Shaping(format_reward=formats.think_answer), updates_per_batch=16, paper="2501.12948",
     ),
     "l1_exact": Algorithm(
@@ -347,7 +370,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "l1_max": Algorithm(
         **_GRPO, kl="k3", kl_coef=0.001,
-        prompts=PromptChoice(partial(templates.with_length, text="{question} Think for a maximum of {n} tokens.")),
+        prompts=PromptChoice(partial(templates.with_length, text="{question} Think for maximum {n} tokens.")),
         shaping=Shaping(reward=length.l1_max), updates_per_batch=2, paper="2503.04697",
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sampler-learner mismatch: how much to trust a token that another program drew.
+"""Sampler-learner mismatch: how much each token counts, as a program with other rounding has drawn it.
 
 The sampler's kernels and precision differ from the learner's, so that even "on-policy" tokens come from another
 distribution. A correction is a function (old_logp, sampler_logp, mask) -> c that multiplies the policy loss, after its
@@ -7,7 +7,7 @@ clip, and never the KL. All arrays are [B,T], log-probs in nats. In the equation
     k = old_logp − sampler_logp,   ρ = e^k,   s = exp(Σ_t k),   mean_t over a response's trained tokens
 
 c is float32, 0 where mask is False, and carries no gradient. Dropping tokens or responses leaves the weights'
-denominators as they are. Bounds are inclusive and on ρ = learner/sampler. k and its sums are held within ±80 nats.
+denominators as they are. Bounds are inclusive and on ρ = learner/sampler. k and its sums are clipped to ±80.
 A bound out of its range is a ValueError.
 """
 
@@ -36,7 +36,7 @@ def tis(old_logp: In, sampler_logp: In, mask: Mask, *, cap: float = 2.0) -> Out:
 
 
 def tis_sequence(old_logp: In, sampler_logp: In, mask: Mask, *, cap: float = 2.0) -> Out:
-    """Truncated importance sampling with one weight a response, the product of its tokens' ratios.
+    """Truncated importance sampling with one weight per response, the product of its tokens' ratios.
 
         c = min(s, cap)
 
@@ -59,7 +59,7 @@ def mis_token(old_logp: In, sampler_logp: In, mask: Mask, *, low: float = 0.5, h
 
 
 def mis_sequence(old_logp: In, sampler_logp: In, mask: Mask, *, low: float = 0.5, high: float = 2.0) -> Out:
-    """Masked importance sampling with one weight a response.
+    """Masked importance sampling with one weight per response.
 
         c = s·1[low <= s <= high]
 
@@ -71,7 +71,7 @@ def mis_sequence(old_logp: In, sampler_logp: In, mask: Mask, *, low: float = 0.5
 
 
 def geometric_rejection(old_logp: In, sampler_logp: In, mask: Mask, *, low: float = 0.999, high: float = 1.001) -> Out:
-    """Responses are dropped when the geometric mean of their ratios leaves a band: length does not count against them.
+    """Responses are dropped when the geometric mean of their ratios leaves a band, however long they are.
 
         c = 1[low <= exp(mean_t k) <= high]
 
@@ -94,7 +94,7 @@ def k3_rejection(old_logp: In, sampler_logp: In, mask: Mask, *, max_k3: float = 
 
 
 def veto(old_logp: In, sampler_logp: In, mask: Mask, *, low: float = 1e-4, high: float = 100.0) -> Out:
-    """One token that cannot be right drops the response.
+    """A response is dropped if learner and sampler disagree beyond belief on one of its tokens.
 
         c = 1[low <= ρ_t <= high for every t]
 
@@ -107,15 +107,15 @@ def veto(old_logp: In, sampler_logp: In, mask: Mask, *, low: float = 1e-4, high:
 
 
 def opsm(logp: In, sampler_logp: In, adv: In, mask: Mask, delta: float) -> Out:
-    """Bad responses that the policy has already left behind are dropped.
+    """Bad responses are dropped once the policy has become much less likely to write them than the sampler was.
 
         c = 0 if mean_t A < 0 and mean_t (sampler_logp − logp) > delta, else 1
 
     logp: the live policy's;  delta: nats per token.  Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556.
     """
-    left = _mean(-_log_rho(logp, sampler_logp, mask), mask) > delta
+    unlikely = _mean(-_log_rho(logp, sampler_logp, mask), mask) > delta
     bad = _mean(jnp.where(mask, jnp.asarray(adv, jnp.float32), 0.0), mask) < 0
-    return _on(mask, (~(left & bad)).astype(jnp.float32))
+    return _on(mask, (~(unlikely & bad)).astype(jnp.float32))
 
 
 def mismatch_report(old_logp: In, sampler_logp: In, mask: Mask, c: In | None = None) -> dict[str, Float[Array, ""]]:

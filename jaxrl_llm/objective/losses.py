@@ -7,10 +7,10 @@ policy's log-probs of the sampled tokens, `old_logp` the same at the start of th
 at the sampling temperature), `adv` the advantages, `mask` True on the tokens that train. In the equations
 d = logp − old_logp, r = e^d, n is a response's number of trained tokens, mean_t is over those, and sg stops gradients.
 
-x is float32, 0 where mask is False, and differentiable in `logp` alone. Weights, corrections and sums are the caller's.
+x is float32, 0 where mask is False, and differentiable in `logp` alone. The caller multiplies by c and w, and sums.
 A response-level loss (gspo, gmpo, rspo, opmd) has A = mean_t adv and puts the response's value on each of its tokens,
 so that `sequence` weights give the mean over responses.
-What lies under the mask does not matter, inf and nan included; nan on a token that trains stays nan. At a clip's bound
+Values where mask is False do not matter, not even inf or nan; nan on a token that trains stays nan. At a clip's bound
 the gradient is that of the unclipped branch. A hyper-parameter out of its range is a ValueError.
 """
 
@@ -64,7 +64,7 @@ def ppo_clip(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Out:
-    """PPO's pessimistic surrogate; its gradient is 0 where the ratio has already moved too far the right way.
+    """PPO's pessimistic surrogate; its gradient is 0 where the ratio has already gone too far in A's direction.
 
         x = −min(r·A, clip(r, 1−clip_low, 1+clip_high)·A)
         with dual_clip, where A < 0:  x = min(x, −dual_clip·A)
@@ -127,7 +127,7 @@ def cispo(logp: In, old_logp: In, adv: In, mask: Mask, *, ratio_max: float = 5.0
 
 
 def sapo(logp: In, old_logp: In, adv: In, mask: Mask, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Out:
-    """A soft gate for a clip: the weight of r·A·∇logp falls smoothly from 1 at r = 1 as sech²(τ(r−1)/2).
+    """A soft gate instead of a clip: the weight of r·A·∇logp falls smoothly from 1 at r = 1 as sech²(τ(r−1)/2).
 
         x = −(4/τ) · σ(τ(r−1)) · A,   τ = tau_pos if A > 0 else tau_neg
 
@@ -142,7 +142,7 @@ def sapo(logp: In, old_logp: In, adv: In, mask: Mask, *, tau_pos: float = 1.0, t
 
 
 def topr(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
-    """Good responses learnt as they are, bad ones unlearnt only as far as the policy still writes them.
+    """The policy gradient; that of a bad response fades as the policy becomes less likely to write it.
 
         x = −c · A · logp,   c = 1 if A >= 0 else sg[min(exp(Σ_t d), 1)]
 
@@ -156,11 +156,11 @@ def topr(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
 
 # --- response by response
 def gspo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Out:
-    """PPO's surrogate on one ratio a response, the geometric mean of its tokens'.
+    """PPO's surrogate on one ratio per response: the geometric mean of its tokens' ratios.
 
         x = −min(s·A, clip(s, 1−clip_low, 1+clip_high)·A),   s = exp(mean_t d)
 
-    clip_low, clip_high: as in `ppo_clip`, but a mean moves less.  GSPO, arXiv 2507.18071 eq. 5.
+    clip_low, clip_high: as in `ppo_clip`, but smaller, as a mean moves less.  GSPO, arXiv 2507.18071 eq. 5.
     """
     _check_clips(clip_low, clip_high)
     s = jnp.exp(_mean(_log_ratio(logp, old_logp, mask), mask))
@@ -168,7 +168,7 @@ def gspo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 3e-4,
 
 
 def gspo_token(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Out:
-    """GSPO with an advantage of its own for each token; equal to it in value and gradient where A is constant.
+    """GSPO for advantages that differ within a response; where they do not, value and gradient are GSPO's.
 
         x = −min(s·A, clip(s, 1−clip_low, 1+clip_high)·A),   s = sg[exp(mean_t d)] · exp(d − sg[d])
 
@@ -181,7 +181,7 @@ def gspo_token(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float =
 
 
 def gmpo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip: float = 0.4) -> Out:
-    """The geometric mean of token ratios, each clipped on the side where the policy has moved the right way.
+    """The geometric mean of token ratios, each clipped on one side: above if A > 0, below if A < 0.
 
         x = −A · exp(mean_t d'),   d' = min(d, clip) if A > 0 else max(d, −clip)
 
@@ -210,23 +210,23 @@ def rspo(
 
 
 def opmd(logp: In, old_logp: In, adv: In, mask: Mask, *, tau: float = 0.1) -> Out:
-    """Kimi k1.5's policy mirror descent: the policy gradient with a squared leash, no ratio and no clip.
+    """Kimi k1.5's policy mirror descent: the policy gradient and a penalty on the squared log ratio; no clip.
 
         x = −A · Σ_t logp + (τ/2) · (Σ_t d)²
 
-    The log ratio is summed over the response and then squared.  tau >= 0: its weight.  arXiv 2501.12599.
+    The log ratio is summed over the response and then squared.  tau >= 0: the penalty's weight.  arXiv 2501.12599.
     """
     expect(tau >= 0, "tau", tau, "a number >= 0")
     total = lambda x: jnp.sum(x, axis=1, keepdims=True)
-    leash = total(_log_ratio(logp, old_logp, mask)) ** 2
-    return jnp.where(mask, -_mean(stop_gradient(adv), mask) * total(_masked(logp, mask)) + tau / 2 * leash, 0.0)
+    squared = total(_log_ratio(logp, old_logp, mask)) ** 2
+    return jnp.where(mask, -_mean(stop_gradient(adv), mask) * total(_masked(logp, mask)) + tau / 2 * squared, 0.0)
 
 
 # --- chosen tokens
 def clip_cov(
     logp: In, old_logp: In, adv: In, mask: Mask, *, selected: Mask, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Out:
-    """PPO without the few tokens whose log-prob and advantage move together most: they eat the entropy.
+    """PPO without a few of the tokens whose log-prob and advantage covary strongly: they lower the entropy most.
 
         x = 0 on selected tokens, ppo_clip elsewhere
 
@@ -236,7 +236,7 @@ def clip_cov(
 
 
 def kl_cov(logp: In, old_logp: In, adv: In, mask: Mask, *, selected: Mask, coef: float = 0.1) -> Out:
-    """The unclipped surrogate, with a penalty on moving the tokens of largest covariance.
+    """The unclipped surrogate, with a penalty on moving the tokens where log-prob and advantage covary most.
 
         x = −r·A + coef·|d| on selected tokens, −r·A elsewhere
 
@@ -263,7 +263,7 @@ def select_cov(
         cov = (A − mean A)·(logp − mean logp),   k = max(1, round(frac·Σ mask)),   means over all trained tokens
 
     Candidates have low < cov < high where given and are `eligible`. Between bounds, a `key` draws k of them; otherwise
-    the k of largest cov are taken, earlier tokens first among equals. All of them where they are fewer than k.
+    the k of largest cov are taken, earlier tokens first among equals. Fewer than k candidates are all taken.
     frac in (0, 1].  arXiv 2505.22617.
     """
     expect(0 < frac <= 1, "frac", frac, "a number in (0, 1]")
@@ -294,7 +294,7 @@ def select_clip_cov(
 
         select_cov(…, key, eligible = not stopped),   stopped = A > 0 and r > 1+clip_high, or A < 0 and r < 1−clip_low
 
-    arXiv 2505.22617.
+    clip_low, clip_high: the loss's.  arXiv 2505.22617.
     """
     _check_clips(clip_low, clip_high)
     ratio, a = jnp.exp(_log_ratio(logp, old_logp, mask)), _masked(adv, mask)
@@ -303,7 +303,7 @@ def select_clip_cov(
 
 
 def top_entropy(entropy: In, mask: Mask, *, frac: float = 0.2) -> Bool[Array, "B T"]:
-    """The tokens at which the policy hesitates: those of highest entropy in the whole optimiser batch.
+    """The tokens where the policy is least sure: those of highest entropy in the whole optimiser batch.
 
         the max(1, round(frac·Σ mask)) trained tokens of largest entropy
 
@@ -339,7 +339,7 @@ def kl(logp: In, ref_logp: In, mask: Mask, kind: str = "k3") -> Out:
 
 
 def value_loss(values: In, old_values: In, returns: In, mask: Mask, clip: float | None = 0.2) -> Out:
-    """The critic's squared error, held to a band around its old values.
+    """PPO's error of the critic: the larger of the squared errors of V and of V clipped to near its old value.
 
         x = ½ · max((V − R)², (clip(V, V_old − clip, V_old + clip) − R)²)
 
@@ -351,8 +351,8 @@ def value_loss(values: In, old_values: In, returns: In, mask: Mask, clip: float 
     if clip is not None:
         expect(clip > 0, "clip", clip, "None or a number > 0")
         old = _masked(stop_gradient(old_values), mask)
-        held = (jnp.clip(v, old - clip, old + clip) - target) ** 2
-        error = jnp.where(held > error, held, error)
+        clipped = (jnp.clip(v, old - clip, old + clip) - target) ** 2
+        error = jnp.where(clipped > error, clipped, error)
     return error / 2
 
 
@@ -370,14 +370,14 @@ def _surrogate(ratio: Array, a: Array, low: Array | float, high: Array | float, 
 def _masked(x: In, mask: Mask) -> Out:
     """x in float32 with 0 under the mask.
 
-    Garbage is removed before the arithmetic: a `where` on the result alone still sends 0·inf = nan backwards. A
-    masked token thus has log-ratio 0 and advantage 0, of which every loss makes 0.
+    This comes before the arithmetic: with a `where` on the result alone the gradient would still be 0·inf = nan. A
+    masked token thus has log ratio 0 and advantage 0, for which every loss is 0.
     """
     return jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0)
 
 
 def _log_ratio(logp: In, old_logp: In, mask: Mask) -> Out:
-    """logp − sg[old_logp] in nats: 0 under the mask, held (without gradient) within ±LOG_RATIO_LIMIT."""
+    """logp − sg[old_logp] in nats: 0 under the mask, clipped (without gradient) to ±LOG_RATIO_LIMIT."""
     d = _masked(logp, mask) - _masked(stop_gradient(old_logp), mask)
     return jnp.where(jnp.abs(d) > LOG_RATIO_LIMIT, jnp.sign(d) * LOG_RATIO_LIMIT, d)
 

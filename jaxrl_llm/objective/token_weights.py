@@ -24,7 +24,7 @@ def token_weights(
         constant  Σ m·x / (B·max_len)                                  max_len = 1: mean over rows of the token sum
         otm       Σ_i (Σ_t m·x / n_i) / P                              a sum over the group, not a mean
 
-    Means are over rows or groups that have a token left; only `constant` counts all real rows, emptied ones included.
+    Means are over the rows or groups with at least one trained token; only `constant` counts rows without any.
     mask: [B,T], True on the tokens that train;  norm: one of NORMS;  group_size: responses per prompt, consecutive
     rows (prompt, otm);  max_len: tokens (constant);  row_valid: [B], False on rows that only pad the batch and count
     nowhere, None if there are none.
@@ -48,7 +48,7 @@ def token_weights(
 
     valid = jnp.ones(rows, bool) if row_valid is None else jnp.asarray(row_valid)
     m = jnp.asarray(mask) & valid[:, None]
-    lengths = m.sum(axis=1, keepdims=True)  # [B,1] tokens; counts stay integers, so their order of summation is moot
+    lengths = m.sum(axis=1, keepdims=True)  # [B,1] tokens; integers, so that any order of summation is exact
     if norm == "token":
         denominator = lengths.sum()
     elif norm == "sequence":
@@ -59,7 +59,7 @@ def token_weights(
         group_tokens = lengths.reshape(-1, group_size).sum(axis=1)  # [P]
         per_row = jnp.repeat(group_tokens, group_size)[:, None] if norm == "prompt" else lengths
         denominator = _product(per_row, (group_tokens > 0).sum())
-    # Where the denominator is 0 no token is left to weigh; the 1 only keeps 0/0 out.
+    # A denominator is 0 where no token trains, and no weight depends on it; 1 in its place avoids 0/0.
     return jnp.where(m, 1.0 / jnp.where(denominator == 0, 1.0, denominator), 0.0).astype(jnp.float32)
 
 

@@ -126,9 +126,10 @@ def table() -> str:
     lines = [_row(STOPS)]
     for name, a in ALGORITHMS.items():
         steps = [_show(fn) for fn in (a.advantage, a.token_advantage) if fn not in (None, advantages.raw)]
-        extras = _fit(_extras(a), STOPS["paper"] - STOPS["extras"] - 2)
-        paper = a.paper.partition(",")[0]
-        lines.append(_row((name, " → ".join(steps) or "raw", _show(a.loss), _facts(a)["norm"], extras, paper)))
+        loss = _show(a.loss)
+        pushed = max(0, len(loss) + 2 - (STOPS["norm"] - STOPS["loss"]))  # columns that a long loss takes from the rest
+        extras = _fit(_extras(a), STOPS["paper"] - STOPS["extras"] - 2 - pushed)
+        lines.append(_row((name, " → ".join(steps) or "raw", loss, _facts(a)["norm"], extras, a.paper.partition(",")[0])))
     return "\n".join(lines)
 
 

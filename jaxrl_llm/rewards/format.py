@@ -8,7 +8,7 @@ _TAGS = re.compile(r"(?P<open>\s*<think>)?(?P<thought>.*)</think>\s*<answer>(?P<
 def think_answer(text: str, opened: bool = True) -> float:
     """1 for `<think>…</think>` and then `<answer>…</answer>`, with nothing but white space around them, else 0.
 
-    Each tag stands once. opened: the prompt has `<think>` already, so that the response may begin inside of it.
+    Each tag occurs once. opened: the prompt ends in `<think>`, so that the response need not have it.
     DeepSeek-R1-Zero, arXiv 2501.12948.
     """
     found = _TAGS.fullmatch(text)

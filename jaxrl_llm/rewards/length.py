@@ -4,6 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Real
 
+from jaxrl_llm.types import expect
+
 
 def soft_overlong(
     n_tokens: Real[Array | np.ndarray, "..."] | int | float, max_len: float, cache_len: float
@@ -16,8 +18,7 @@ def soft_overlong(
     Returns float32 in [−1, 0] of the shape of n_tokens.
     Raises ValueError unless 0 < cache_len <= max_len.  DAPO, arXiv 2503.14476 eq. 13.
     """
-    if not 0 < cache_len <= max_len:
-        raise ValueError(f"cache_len is {cache_len!r}; expected 0 < cache_len <= max_len={max_len!r}")
+    expect(0 < cache_len <= max_len, "cache_len", cache_len, f"0 < cache_len <= max_len={max_len!r}")
     n = jnp.asarray(n_tokens, jnp.float32)
     return jnp.clip((max_len - cache_len - n) / cache_len, -1.0, 0.0)
 
@@ -44,14 +45,14 @@ def l1_exact(
     *,
     alpha: float = 3e-4,
 ) -> Float[Array, "B"]:
-    """The whole reward of an answer that was asked to have n_gold tokens.
+    """The whole reward of an answer whose prompt asks for n_gold tokens.
 
         R = 1[correct] − alpha·|n_gold − n|
 
     n_tokens, n_gold: tokens;  alpha >= 0: reward per token.  L1-Exact, arXiv 2503.04697 eq. 1.
     """
-    _check_slope(alpha)
-    return jnp.asarray(correct, jnp.float32) - alpha * jnp.abs(_left(n_tokens, n_gold))
+    expect(alpha >= 0, "alpha", alpha, "a number >= 0")
+    return jnp.asarray(correct, jnp.float32) - alpha * jnp.abs(_tokens_left(n_tokens, n_gold))
 
 
 def l1_max(
@@ -62,21 +63,16 @@ def l1_max(
     alpha: float = 3e-4,
     delta: float = 0.5,
 ) -> Float[Array, "B"]:
-    """The whole reward of an answer that was asked to have n_gold tokens at most.
+    """The whole reward of an answer whose prompt asks for n_gold tokens at most.
 
         R = 1[correct]·clip(alpha·(n_gold − n) + delta, 0, 1)
 
-    n_tokens, n_gold: tokens;  alpha >= 0: reward per token;  delta: reward of a correct answer of just n_gold tokens.
+    n_tokens, n_gold: tokens;  alpha >= 0: reward per token;  delta: reward of a correct answer of n_gold tokens.
     L1-Max, arXiv 2503.04697 eq. 2.
     """
-    _check_slope(alpha)
-    return jnp.asarray(correct, jnp.float32) * jnp.clip(alpha * _left(n_tokens, n_gold) + delta, 0.0, 1.0)
+    expect(alpha >= 0, "alpha", alpha, "a number >= 0")
+    return jnp.asarray(correct, jnp.float32) * jnp.clip(alpha * _tokens_left(n_tokens, n_gold) + delta, 0.0, 1.0)
 
 
-def _left(n_tokens: Array | np.ndarray, n_gold: Array | np.ndarray) -> Float[Array, "B"]:
+def _tokens_left(n_tokens: Array | np.ndarray, n_gold: Array | np.ndarray) -> Float[Array, "B"]:
     return jnp.asarray(n_gold, jnp.float32) - jnp.asarray(n_tokens, jnp.float32)
-
-
-def _check_slope(alpha: float) -> None:
-    if alpha < 0:
-        raise ValueError(f"alpha is {alpha!r}; expected a number >= 0")

@@ -227,7 +227,7 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
             if base is None:
                 return False
         state = fresh_state(learner, base)
-        if config.algorithm.needs_reference:
+        if config.algorithm.needs_reference and state.reference is None:
             learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
         checkpoints = Checkpoints(out / "checkpoints", config.checkpoint.keep)
         try:

@@ -268,6 +268,64 @@ def test_lopti_steps_on_unlikely_tokens_and_then_on_the_others():
     np.testing.assert_allclose(np.asarray(own)[first], 1 / first.sum(), rtol=1e-6)
 
 
+def in_thirds(old_logp, mask):
+    """Three phases: every third token of a response."""
+    place = jnp.arange(mask.shape[1])[None] % 3
+    return tuple(mask & (place == i) for i in range(3))
+
+
+@pytest.mark.parametrize("phases", [filters.lopti_phases, in_thirds])
+def test_all_mini_batches_take_a_phase_before_any_takes_the_next(phases):
+    """L1 L2 H1 H2, in each epoch, whatever the number of phases."""
+    a = replace(PLAIN, updates_per_batch=2, updates=Updates(epochs=2, phases=phases))
+    made, state = build(a, rollout=replace(CONFIG.rollout, prompts=2))
+    taken = []
+
+    def spy(state, batch):
+        taken.append(batch)
+        return made.train_step(state, batch)
+
+    batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch = replace(batch, old_logp=jnp.where(jnp.arange(batch.mask.shape[1])[None] % 2 == 0, -0.1, -3.0) * batch.mask)
+    after, _ = learner.update(replace(made, train_step=spy), state, batch)
+    assert int(after.step) == a.steps_per_batch == len(taken)
+    minis = [jax.tree.map(lambda x, i=i: x[i], batching.split_batch(batch, 2)) for i in range(2)]
+    count = len(phases(minis[0].old_logp, minis[0].mask))
+    wanted = [(minis[i], phase) for _ in range(2) for phase in range(count) for i in range(2)]
+    for got, (mini, phase) in zip(taken, wanted, strict=True):
+        np.testing.assert_array_equal(got.targets, mini.targets)
+        np.testing.assert_array_equal(got.old_logp, mini.old_logp)
+        np.testing.assert_array_equal(got.weights > 0, phases(mini.old_logp, mini.mask)[phase])
+
+
+# --- the reference policy -------------------------------------------------------------------------------------------
+
+
+def test_the_policy_becomes_the_reference_every_so_many_steps():
+    """After optimiser steps 4 and 6 of 2 a batch, the first multiples of 3 being passed; not after 2."""
+    a = replace(PLAIN, kl="k3", kl_coef=0.1, kl_refresh=3, updates_per_batch=2)
+    made, state = build(a, rollout=replace(CONFIG.rollout, prompts=2))
+    made = replace(made, ref_params=None)
+    base, references, policies = params(state), [], []
+    for _ in range(3):
+        batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+        want = made.logprobs(state.reference, batch)[0]
+        np.testing.assert_array_equal(batch.ref_logp, want)
+        state, _ = learner.update(made, state, batch)
+        references.append(jax.tree.leaves(jax.device_get(state.reference)))
+        policies.append(params(state))
+    for have, want in zip(references, (base, policies[1], policies[2]), strict=True):
+        for x, y in zip(have, want, strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert any(np.any(x != y) for x, y in zip(policies[1], base, strict=True))
+
+
+@pytest.mark.parametrize("fields", [{"kl_refresh": 0}, {"kl_coef": 0.0}])
+def test_a_reference_is_part_of_the_state_only_when_it_is_replaced(fields):
+    _, state = build(replace(PLAIN, **({"kl": "k3", "kl_coef": 0.1, "kl_refresh": 3} | fields)))
+    assert state.reference is None
+
+
 # --- rewards --------------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +352,7 @@ def test_l1_asks_for_a_length_and_judges_by_it():
 
 
 def test_nan_in_a_shaped_reward_names_the_prompt():
-    a = replace(PLAIN, length_reward=lambda n_tokens: np.where(n_tokens == 5, np.nan, 0.0))
+    a = replace(PLAIN, shaping=Shaping(length_reward=lambda n_tokens: np.where(n_tokens == 5, np.nan, 0.0)))
     with pytest.raises(ValueError, match="shaped rewards of prompt 1 are .*nan.*; expected finite numbers"):
         rewards_of(a, rollouts_of(SHAPE), (0, 1, 1, 0))
 

@@ -200,7 +200,7 @@ def test_rloo_is_dr_grpo_stretched(rewards):
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="ddof is 2; expected 0 or 1"):
         grpo(BINARY, ddof=2)
-    with pytest.raises(ValueError, match="eps=-0.1"):
+    with pytest.raises(ValueError, match="eps is -0.1"):
         grpo(BINARY, eps=-0.1)
     with pytest.raises(TypeCheckError):
         grpo(BINARY[0])

@@ -387,10 +387,10 @@ def test_dcpo_under_jit_and_pure():
 
 def test_wrong_arguments():
     for function in (lite_ppo, scalerl, maxrl, fresh_sas):
-        with pytest.raises(ValueError, match="eps=-0.1"):
+        with pytest.raises(ValueError, match="eps is -0.1"):
             function(BINARY, eps=-0.1)
-    with pytest.raises(ValueError, match="ddof=2"):
+    with pytest.raises(ValueError, match="ddof is 2"):
         fresh_sas(BINARY, ddof=2)
     for tau in (0.0, -1.0):
-        with pytest.raises(ValueError, match=f"tau={tau}"):
+        with pytest.raises(ValueError, match=f"tau is {tau}"):
             opmd(BINARY, tau=tau)

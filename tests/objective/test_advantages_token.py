@@ -367,20 +367,20 @@ def test_order_of_rows(x, values, mask, order):
 def test_wrong_arguments():
     data, lengths = batch(), np.array([3, 4])
     for bad in (-0.1, 1.1):
-        with pytest.raises(ValueError, match=f"gamma={bad}"):
+        with pytest.raises(ValueError, match=f"gamma is {bad}"):
             gae(*data, gamma=bad)
-        with pytest.raises(ValueError, match=f"lam={bad}"):
+        with pytest.raises(ValueError, match=f"lam is {bad}"):
             gae(*data, lam=bad)
-        with pytest.raises(ValueError, match=f"gamma={bad}"):
+        with pytest.raises(ValueError, match=f"gamma is {bad}"):
             length_adaptive_gae(*data, gamma=bad)
-        with pytest.raises(ValueError, match=f"alpha={bad}"):
+        with pytest.raises(ValueError, match=f"alpha is {bad}"):
             reweight(data[0], data[0], alpha=bad)
     for bad in (0.0, -0.5):
-        with pytest.raises(ValueError, match=f"alpha={bad}"):
+        with pytest.raises(ValueError, match=f"alpha is {bad}"):
             length_adaptive_lambda(lengths, alpha=bad)
-        with pytest.raises(ValueError, match=f"alpha={bad}"):
+        with pytest.raises(ValueError, match=f"alpha is {bad}"):
             length_adaptive_gae(*data, alpha=bad)
-    with pytest.raises(ValueError, match="eps=-1.0"):
+    with pytest.raises(ValueError, match="eps is -1.0"):
         whiten(data[0], data[2], eps=-1.0)
     with pytest.raises(TypeCheckError):
         gae(data[0], data[1], data[2], lam=np.ones(B + 1))

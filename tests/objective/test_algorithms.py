@@ -1,7 +1,9 @@
-"""The table of methods: rows that differ, functions that ask only for what the trainer has."""
+"""The table of methods: rows as the papers have them, functions that ask only for what the trainer has."""
 
+import dataclasses
+import inspect
 import json
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from itertools import combinations
 
@@ -10,7 +12,7 @@ import pytest
 
 from jaxrl_llm import config
 from jaxrl_llm.objective import advantages, corrections, filters, losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS, ARRAYS, Algorithm, Critic, Shaping, Updates, call
+from jaxrl_llm.objective.algorithms import ALGORITHMS, ARRAYS, Algorithm, Critic, PromptChoice, Shaping, Updates, call
 from jaxrl_llm.rewards import length
 
 GRPO = {"advantage": advantages.grpo, "loss": losses.ppo_clip, "norm": "token"}
@@ -19,6 +21,15 @@ GRPO = {"advantage": advantages.grpo, "loss": losses.ppo_clip, "norm": "token"}
 WHOLE = {"loss": losses.gspo, "norm": "sequence"}
 MASKED = partial(corrections.mis_token, high=2.0)
 VALUED = {"advantage": advantages.raw, "token_advantage": advantages.gae, "critic": Critic()}
+
+
+GROUPS = {"shaping": Shaping, "prompts": PromptChoice, "updates": Updates}
+
+
+def with_function(field, fn):
+    """An Algorithm with `fn` at `field`, which may be a group's: "updates.select"."""
+    group, _, name = field.rpartition(".")
+    return Algorithm(**{**GRPO, group or name: GROUPS[group](**{name: fn}) if group else fn})
 
 
 def by_old_logp(old_logp, mask):
@@ -40,7 +51,31 @@ def test_an_array_that_the_trainer_does_not_have_is_an_error_at_construction(fie
 
     known = ", ".join(ARRAYS[field])
     with pytest.raises(ValueError, match=f"algorithm.{field} asks for 'surprise'; the trainer has {known}$"):
-        Algorithm(**{**GRPO, field: fn})
+        with_function(field, fn)
+
+
+def test_a_default_that_would_never_be_used_is_an_error_that_says_what_to_do():
+    def mine(rewards, kl, mask, beta=0.5):
+        return beta * mask
+
+    want = (
+        r"algorithm.token_advantage: mine has the default beta=0.5, but the trainer passes its own 'beta'; expected no "
+        r"default, another name, or functools.partial\(mine, beta=0.5\)$"
+    )
+    whole = {**GRPO, "advantage": advantages.raw, "kl": "k1", "kl_coef": 0.1, "kl_in": "reward"}
+    with pytest.raises(ValueError, match=want):
+        Algorithm(**{**whole, "token_advantage": mine})
+    bound = Algorithm(**{**whole, "token_advantage": partial(mine, beta=0.5)}).token_advantage
+    assert call(bound, {"rewards": 1, "kl": 0, "mask": 1, "beta": 0.1}) == 0.5
+
+
+@pytest.mark.parametrize("field", ARRAYS)
+def test_no_name_that_the_trainer_passes_may_have_a_default_that_counts(field):
+    name = ARRAYS[field][0]
+    with_default = lambda value: eval(f"lambda {name}=value: {name}", {"value": value})
+    for value in (1.5, 0.0, ()):
+        with pytest.raises(ValueError, match=f"algorithm.{field}: .*the default {name}="):
+            with_function(field, with_default(value))
 
 
 def test_what_belongs_to_another_function_is_unknown_too():
@@ -92,10 +127,16 @@ def test_call_leaves_what_a_partial_has_bound():
     assert call(partial(length.soft_overlong, cache_len=16, max_len=50), limit)[0] == -1
 
 
-def row(a):
-    """A method with its partials opened, which compare by identity, and without its citation."""
-    opened = lambda v: (v.func, sorted(v.keywords.items())) if isinstance(v, partial) else v
-    return {k: opened(v) for k, v in vars(a).items() if k != "paper"}
+def row(value):
+    """A method (or a part of one) as plain values; a function as its name and all its hyper-parameters."""
+    if is_dataclass(value):
+        return {f.name: row(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "paper"}
+    if callable(value):
+        free = {
+            n: p.default for n, p in inspect.signature(value).parameters.items() if p.default not in (p.empty, None)
+        }
+        return getattr(value, "func", value).__name__, free
+    return value
 
 
 def test_no_two_rows_are_equal_and_each_is_cited():
@@ -109,7 +150,7 @@ def test_every_row_is_a_config_and_survives_json():
     base = config.load("experiments/laptop_dapo.py")
     short = {"shaping": Shaping(signed_reward=True, length_reward=partial(length.soft_overlong, cache_len=16))}
     for name, a in ALGORITHMS.items():
-        a = replace(a, **short) if name == "dapo" else a
+        a = replace(a, **short) if name in ("dapo", "cispo") else a
         rollout = replace(base.rollout, prompts=48)
         whole = config.validate(replace(base, algorithm=a, rollout=rollout, micro_batches=1))
         again = config.from_json(json.loads(json.dumps(config.to_json(whole))))
@@ -179,22 +220,189 @@ def test_old_log_probs_are_taken_only_when_they_can_differ():
         assert Algorithm(**{**GRPO, **fields}).needs_old, fields
 
 
-def test_rows_say_what_the_papers_say():
-    a = ALGORITHMS
-    assert (a["dapo"].loss.keywords, a["dapo"].norm) == ({"clip_low": 0.2, "clip_high": 0.28}, "token")
-    assert (a["dapo"].group_filter, a["dapo"].kl) == (filters.mixed, None)
-    assert (a["rloo"].advantage, a["rloo"].loss, a["rloo"].kl_in) == (advantages.rloo, losses.reinforce, "reward")
-    assert (a["grpo"].norm, a["grpo"].kl, a["grpo"].kl_coef) == ("sequence", "k3", 0.04)
-    assert (a["dr_grpo"].advantage, a["dr_grpo"].norm) == (advantages.dr_grpo, "constant")
-    assert {n for n, x in a.items() if x.critic is not None} == {"ppo", "a2c", "orz", "vapo"}
-    assert (a["orz"].critic.updates, a["orz"].steps_per_batch, a["orz"].token_advantage.keywords) == (12, 1, {"lam": 1})
-    assert (a["vapo"].critic.pretrain, a["vapo"].critic.lam, a["vapo"].nll_coef) == (50, 1, 0.1)
-    assert {n for n, x in a.items() if x.norm == "sequence"} >= {"grpo", "gspo", "gmpo", "sapo", "rspo", "opmd"}
-    assert {n for n, x in a.items() if x.norm == "constant" and x.norm_length == 1} >= {"reinforce", "rloo", "topr"}
-    assert (a["scalerl"].norm, a["scalerl"].bypass, a["scalerl"].prompts.retire_above) == ("prompt", True, 0.9)
-    assert (a["olmo3"].correction.keywords, a["olmo3"].prompts.retire_above) == ({"cap": 2.0}, 0.875)
-    assert (a["dcpo"].norm, a["opmd"].optimizer_reset, a["lopti"].steps_per_batch) == ("otm", True, 8)
-    signed = {n for n, x in a.items() if x.shaping.signed_reward}
-    assert signed == {"dapo", "topr", "reinforce_rej", "raft_pp"}
-    without_kl = {"gspo", "cispo", "dapo", "dr_grpo", "lite_ppo", "orz", "olmo3", "scalerl", "vapo", "gpg", "opmd"}
-    assert not any(a[n].needs_reference for n in without_kl)
+# --- what the papers say ---------------------------------------------------------------------------------------------
+
+# A function is its name, or its name with its hyper-parameters; what a row does not mention is off.
+PLAIN_CLIP = ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})
+GSPO_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
+AR_CLIP = ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.24, "dual_clip": 10.0})
+STD = ("grpo", {"eps": 1e-6, "ddof": 1})
+OVERLONG = {"length_reward": ("soft_overlong", {"cache_len": 4096}), "length_coef": 1.0}
+K1_REWARD = {"kl": "k1", "kl_in": "reward"}
+CRITIC = {"kind": "network", "gamma": 1.0, "lam": 1.0, "clip": 0.2, "updates": 1, "mini_batches": 1, "pretrain": 0}
+GAE = {"gamma": 1.0, "lam": 1.0}
+PAPERS = {
+    "ppo": {
+        "advantage": "raw", "token_advantage": ("gae", {"gamma": 1.0, "lam": 0.95}), "whiten": True,
+        "critic": CRITIC | {"lam": 0.95, "updates": 4}, "loss": PLAIN_CLIP, "norm": "token", "epochs": 4,
+        **K1_REWARD, "kl_coef": 0.05,
+    },
+    "a2c": {
+        "advantage": "raw", "token_advantage": ("gae", GAE), "critic": CRITIC | {"clip": None},
+        "loss": "reinforce", "norm": "token",
+    },
+    "orz": {
+        "advantage": "raw", "token_advantage": ("gae", GAE), "whiten": True, "template": "r1",
+        "critic": CRITIC | {"updates": 12, "mini_batches": 12}, "loss": PLAIN_CLIP, "norm": "token",
+    },
+    "vapo": {
+        "advantage": "raw", "token_advantage": ("length_adaptive_gae", {"gamma": 1.0, "alpha": 0.05}),
+        "critic": CRITIC | {"pretrain": 50, "updates": 16, "mini_batches": 16}, "nll_coef": 0.1,
+        "loss": ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28}), "norm": "token", "updates_per_batch": 16,
+    },
+    "reinforce": {"advantage": "raw", "loss": "reinforce", "norm": "constant", "norm_length": 1},
+    "reinforce_pp": {
+        "advantage": "raw", "token_advantage": ("reinforce_pp", {"beta": 0.0}), "loss": PLAIN_CLIP, "norm": "token",
+        **K1_REWARD, "kl_coef": 0.01, "updates_per_batch": 8,
+    },
+    "reinforce_pp_baseline": {
+        "advantage": "reinforce_pp_baseline", "loss": PLAIN_CLIP, "norm": "token", "kl": "k2", "kl_coef": 0.001,
+        "updates_per_batch": 8,
+    },
+    "rloo": {
+        "advantage": "rloo", "loss": "reinforce", "norm": "constant", "norm_length": 1, **K1_REWARD, "kl_coef": 0.05,
+    },
+    "opo": {"advantage": "opo", "loss": "reinforce", "norm": "token"},
+    "gpg": {"advantage": "gpg", "loss": "gpg", "norm": "token"},
+    "maxrl": {"advantage": ("maxrl", {"eps": 1e-6}), "loss": "reinforce", "norm": "constant", "norm_length": 1},
+    "topr": {
+        "advantage": "raw", "loss": "topr", "norm": "constant", "norm_length": 1, "signed_reward": True,
+        "updates_per_batch": 16,
+    },
+    "opmd": {
+        "advantage": "opmd", "loss": ("opmd", {"tau": 0.1}), "norm": "sequence", "optimizer_reset": True,
+        "length_reward": "kimi_length", "length_coef": 0.1, "length_warmup": 20, "prioritized": True,
+        "updates_per_batch": 4,
+    },
+    "grpo": {"advantage": STD, "loss": PLAIN_CLIP, "norm": "sequence", "kl": "k3", "kl_coef": 0.04},
+    "dr_grpo": {"advantage": "dr_grpo", "loss": PLAIN_CLIP, "norm": "constant", "updates_per_batch": 8},
+    "dapo": {
+        "advantage": STD, "loss": ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28}), "norm": "token",
+        "signed_reward": True, **OVERLONG, "group_filter": "mixed", "updates_per_batch": 16,
+    },
+    "gspo": {"advantage": STD, "loss": ("gspo", GSPO_CLIP), "norm": "sequence", "updates_per_batch": 4},
+    "gspo_token": {"advantage": STD, "loss": ("gspo_token", GSPO_CLIP), "norm": "sequence", "updates_per_batch": 4},
+    "gmpo": {"advantage": STD, "loss": ("gmpo", {"clip": 0.4}), "norm": "sequence", "updates_per_batch": 8},
+    "cispo": {
+        "advantage": STD, "loss": ("cispo", {"ratio_max": 5.0, "ratio_min": 0.0}), "norm": "token", **OVERLONG,
+        "group_filter": "mixed", "updates_per_batch": 16,
+    },
+    "sapo": {
+        "advantage": STD, "loss": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05}), "norm": "sequence",
+        "updates_per_batch": 4,
+    },
+    "dcpo": {
+        "advantage": ("dcpo_sas", {"eps": 1e-6, "ddof": 1}), "memory": "dcpo_sas_init", "norm": "otm",
+        "loss": ("dcpo", {"eps_low": 0.16, "eps_high": 0.2, "ratio_cap": 10.0, "dual_clip": 10.0}),
+        "updates_per_batch": 16,
+    },
+    "rspo": {
+        "advantage": STD, "loss": ("rspo", {"gamma_min": 0.8, "clip": 0.4}), "norm": "sequence", "updates_per_batch": 8,
+    },
+    "lite_ppo": {
+        "advantage": ("lite_ppo", {"eps": 1e-6}), "loss": PLAIN_CLIP, "norm": "token", "updates_per_batch": 4,
+    },
+    "reinforce_rej": {
+        "advantage": "reinforce_rej", "loss": PLAIN_CLIP, "norm": "token", "signed_reward": True, "kl": "k3",
+        "kl_coef": 0.001, "updates_per_batch": 4,
+    },
+    "raft_pp": {
+        "advantage": "raft", "loss": PLAIN_CLIP, "norm": "token", "signed_reward": True, "kl": "k3",
+        "kl_coef": 0.001, "updates_per_batch": 4,
+    },
+    "passk_grpo": {"advantage": "passk", "loss": PLAIN_CLIP, "norm": "sequence", "updates_per_batch": 4},
+    "ar": {
+        "advantage": STD, "token_advantage": ("reweight", {"alpha": 0.3}), "loss": AR_CLIP, "norm": "token",
+        "kl": "k3", "kl_coef": 0.001, "updates_per_batch": 2,
+    },
+    "lopti": {
+        "advantage": STD, "phases": ("lopti_phases", {"eta": 0.5}), "phase_weights": "batch", "loss": AR_CLIP,
+        "norm": "token", "kl": "k3", "kl_coef": 0.001, "updates_per_batch": 2,
+    },
+    "clip_cov": {
+        "advantage": STD, "loss": ("clip_cov", {"clip_low": 1.0, "clip_high": 1.0}), "norm": "token",
+        "select": ("select_clip_cov", {"frac": 2e-4, "low": 1.0, "high": 5.0, "clip_low": 1.0, "clip_high": 1.0}),
+        "group_filter": "mixed", "updates_per_batch": 8,
+    },
+    "kl_cov": {
+        "advantage": STD, "loss": ("kl_cov", {"coef": 1.0}), "norm": "token",
+        "select": ("select_cov", {"frac": 2e-3}), "group_filter": "mixed", "updates_per_batch": 8,
+    },
+    "olmo3": {
+        "advantage": "dr_grpo", "loss": ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.272}), "norm": "token",
+        "correction": ("tis", {"cap": 2.0}), "group_filter": "varied", "retire_above": 0.875,
+    },
+    "scalerl": {
+        "advantage": ("scalerl", {"eps": 1e-6}), "loss": ("cispo", {"ratio_max": 5.0, "ratio_min": 0.0}),
+        "norm": "prompt", "bypass": True, "group_filter": "varied", "resample": False, "retire_above": 0.9,
+    },
+    "simplerl_zoo": {
+        "advantage": STD, "loss": PLAIN_CLIP, "norm": "token", "kl": "k3", "kl_coef": 1e-4, "entropy_coef": 0.001,
+        "updates_per_batch": 4,
+    },
+    "r1_zero": {
+        "advantage": STD, "loss": PLAIN_CLIP, "norm": "sequence", "kl": "k3", "kl_coef": 0.001, "kl_refresh": 400,
+        "template": "r1", "format_reward": ("think_answer", {"opened": True}), "updates_per_batch": 16,
+    },
+    "l1_exact": {
+        "advantage": STD, "loss": PLAIN_CLIP, "norm": "sequence", "kl": "k3", "kl_coef": 0.001,
+        "reward": ("l1_exact", {"alpha": 3e-4}), "updates_per_batch": 2,
+        "template": ("with_length", {"low": 100, "high": 4000, "text": "{question} Think for {n} tokens."}),
+    },
+    "l1_max": {
+        "advantage": STD, "loss": PLAIN_CLIP, "norm": "sequence", "kl": "k3", "kl_coef": 0.001,
+        "reward": ("l1_max", {"alpha": 3e-4, "delta": 0.5}), "updates_per_batch": 2,
+        "template": ("with_length", {"low": 100, "high": 4000, "text": "{question} Think for maximum {n} tokens."}),
+    },
+}  # fmt: skip
+OFF = {
+    "norm_length": None, "correction": None, "bypass": False, "kl": None, "kl_coef": 0.0, "kl_in": "loss",
+    "kl_refresh": 0, "entropy_coef": 0.0, "nll_coef": 0.0, "token_advantage": None, "whiten": False, "critic": None,
+    "memory": None, "group_filter": None, "updates_per_batch": 1, "optimizer_reset": False,
+    "signed_reward": False, "reward": None, "format_reward": None, "length_reward": None, "length_coef": 1.0,
+    "length_warmup": 0, "template": "none", "prioritized": False, "retire_above": None, "resample": True,
+    "overlong_filter": False, "epochs": 1, "select": None, "token_filter": None, "phases": None,
+    "phase_weights": "batch",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_row_says_what_its_paper_says(name):
+    have = row(ALGORITHMS[name])
+    for group in GROUPS:
+        have |= have.pop(group)
+    if have["critic"] is not None:  # its optimiser and first weights are the run's business
+        have["critic"] = {k: v for k, v in have["critic"].items() if k in CRITIC}
+    functions = {"advantage", "token_advantage", "loss", "correction", "memory", "group_filter", "reward", "template"}
+    functions |= {"format_reward", "length_reward", "select", "token_filter", "phases"}
+    opened = lambda k, v: (v, {}) if k in functions and isinstance(v, str) else v
+    assert have == {k: opened(k, v) for k, v in (OFF | PAPERS[name]).items()}
+
+
+def test_the_table_of_papers_has_every_row():
+    assert list(PAPERS) == list(ALGORITHMS)
+
+
+# --- phases ----------------------------------------------------------------------------------------------------------
+
+
+def in_thirds(old_logp, mask):
+    return mask & (old_logp < -2), mask & (old_logp >= -2) & (old_logp < -1), mask & (old_logp >= -1)
+
+
+def all_at_once(old_logp, mask):
+    return (mask & (old_logp < 0),)
+
+
+def no_tuple(old_logp, mask):
+    return mask & (old_logp < 0)
+
+
+def test_the_number_of_phases_is_the_function_s_own():
+    of = lambda phases: Algorithm(**GRPO, updates_per_batch=4, updates=Updates(epochs=5, phases=phases))
+    counted = {fn: of(fn).steps_per_batch for fn in (None, all_at_once, filters.lopti_phases, in_thirds)}
+    assert list(counted.values()) == [20, 20, 40, 60]
+    assert of(partial(filters.lopti_phases, eta=0.1)).steps_per_batch == 40
+    assert Algorithm(**GRPO, updates=Updates(phases=all_at_once)).needs_old
+    with pytest.raises(ValueError, match="algorithm.updates.phases is .*no_tuple.*; expected one that returns a tuple"):
+        _ = of(no_tuple).steps_per_batch

@@ -397,12 +397,12 @@ def test_wrong_arguments():
     gap = of([0.1, 0.2])
     for function in (tis, tis_sequence):
         for cap in (0.0, -1.0):
-            with pytest.raises(ValueError, match=f"cap={cap}"):
+            with pytest.raises(ValueError, match=f"cap is {cap}"):
                 function(*gap, cap=cap)
     for function in (mis_token, mis_sequence, geometric_rejection, veto):
-        with pytest.raises(ValueError, match="high=1.0.*low=2.0"):
+        with pytest.raises(ValueError, match="high is 1.0.*low=2.0"):
             function(*gap, low=2.0, high=1.0)
-    with pytest.raises(ValueError, match="max_k3=-0.1"):
+    with pytest.raises(ValueError, match="max_k3 is -0.1"):
         k3_rejection(*gap, max_k3=-0.1)
     with pytest.raises(TypeCheckError):
         tis(gap[0][0], gap[1], gap[2])

@@ -118,7 +118,7 @@ def test_l1_sides(gap, gold):
 def test_wrong_arguments():
     n, gold, correct = lengths()
     for wrong in (l1_exact, l1_max):
-        with pytest.raises(ValueError, match="alpha=-0.1"):
+        with pytest.raises(ValueError, match="alpha is -0.1"):
             wrong(n, gold, correct, alpha=-0.1)
         with pytest.raises(TypeCheckError):
             wrong(n, gold[:1], correct)
