@@ -129,7 +129,8 @@ def table() -> str:
         loss = _show(a.loss)
         pushed = max(0, len(loss) + 2 - (STOPS["norm"] - STOPS["loss"]))  # columns that a long loss takes from the rest
         extras = _fit(_extras(a), STOPS["paper"] - STOPS["extras"] - 2 - pushed)
-        lines.append(_row((name, " → ".join(steps) or "raw", loss, _facts(a)["norm"], extras, a.paper.partition(",")[0])))
+        paper = a.paper.partition(",")[0]
+        lines.append(_row((name, " → ".join(steps) or "raw", loss, _facts(a)["norm"], extras, paper)))
     return "\n".join(lines)
 
 
