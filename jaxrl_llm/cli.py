@@ -30,18 +30,23 @@ def train(
         out: the run's folder; runs/<name of the experiment> if left out.
     """
     from jaxrl_llm.reports import curves
-    from jaxrl_llm.run import trainer
+    from jaxrl_llm.run import folder, stopping, trainer
 
     config, out = configs.load(experiment, set_, algorithm), out or Path("runs") / experiment.stem
     _devices(config)
     try:
-        done = trainer.train(config, out, resume=resume, source=experiment)
+        trainer.train(config, out, resume=resume, source=experiment)
+    except stopping.Stopped as stop:
+        print(f"stopped; go on with: {folder.resume_command(experiment, out, set_, algorithm)}")
+        sys.exit(stop.exit_code)
+    except SystemExit as error:  # of a task, a loss, a filter: the run is not done
+        raise RuntimeError(f"the experiment called sys.exit({error.code}) in the middle of the run") from error
     finally:  # also of a run that fails
         if (out / "metrics.jsonl").exists():
-            curves.draw(out, title=out.name)
-    if not done:
-        print(f"stopped; go on with: {trainer.resume_command(experiment, out, set_, algorithm)}")
-        return
+            try:
+                curves.draw(out, title=out.name)
+            except (OSError, ValueError) as error:  # a full disk must not hide what failed before
+                print(f"{out / 'curves.png'} was not drawn: {error}", file=sys.stderr)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     held_out = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
     problems = min(config.evaluation.problems, len(config.task().test))
@@ -58,17 +63,18 @@ def sft(experiment: File, set_: Set = (), algorithm: str | None = None, out: Pat
         algorithm: a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.
         out: the run's folder; runs/<name of the experiment> if left out.
     """
-    from jaxrl_llm.run import trainer
+    from jaxrl_llm.run import stopping, trainer
 
     config, out = configs.load(experiment, set_, algorithm), out or Path("runs") / experiment.stem
     if config.prime is None:
         raise ValueError("prime is None; expected a Prime(…) for jaxrl sft")
     _devices(config)
-    row = trainer.prime_only(config, out, source=experiment)
-    if row is None:
+    try:
+        row = trainer.prime_only(config, out, source=experiment)
+    except stopping.Stopped as stop:
         print("stopped; the same command goes on from here")
-    else:
-        print(f"base policy in {out / 'base'}: held-out accuracy {row['eval/accuracy']:.1%}")
+        sys.exit(stop.exit_code)
+    print(f"base policy in {out / 'base'}: held-out accuracy {row['eval/accuracy']:.1%}")
 
 
 def evaluate(run: File, problems: int = 512, samples: int = 1) -> None:

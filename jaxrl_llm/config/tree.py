@@ -96,6 +96,7 @@ class Config:
     micro_batches: int = 1
     seed: int = 0
     logged_samples: int = 4  # a step, into samples.jsonl
+    abort_after: int = 10  # steps in a row that change nothing, as their loss or gradient is not finite; 0: never
 
     @property
     def total_steps(self) -> int:

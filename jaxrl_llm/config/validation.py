@@ -25,8 +25,8 @@ AT_LEAST = {
     "rollout.tokens_per_call rollout.max_rounds mesh.data mesh.fsdp mesh.tensor evaluation.problems evaluation.samples "
     "checkpoint.every checkpoint.keep algorithm.updates_per_batch algorithm.updates.epochs model.vocab_size "
     "model.layers model.width model.heads model.kv_heads model.head_width model.mlp_width",
-    0: "rollout.slots rollout.budget rollout.max_staleness rollout.top_k evaluation.every logged_samples seed "
-    "algorithm.shaping.length_warmup",
+    0: "rollout.slots rollout.budget rollout.max_staleness rollout.top_k evaluation.every logged_samples abort_after "
+    "seed algorithm.shaping.length_warmup",
 }
 
 

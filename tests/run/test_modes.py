@@ -132,7 +132,7 @@ def test_a_checkpoint_keeps_what_is_pending():
     again = trainer._position(at.step, kept)
     assert (again.step, again.draw) == (at.step, at.draw)
     for a, b in zip(at.pending, again.pending, strict=True):
-        assert (a.draw, a.place) == (b.draw, b.place)
+        assert (a.draw, a.index) == (b.draw, b.index)
         for x, y in zip(a.begun, b.begun, strict=True):
             assert x.finish == y.finish
             for name in ("tokens", "logp", "versions"):
