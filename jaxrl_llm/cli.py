@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -41,6 +42,10 @@ def train(
         sys.exit(stop.exit_code)
     except SystemExit as error:  # of a task, a loss, a filter: the run is not done
         raise RuntimeError(f"the experiment called sys.exit({error.code}) in the middle of the run") from error
+    except OSError as error:
+        if error.errno != errno.ENOSPC or "not written" in str(error):
+            raise
+        raise OSError(f"{error.filename or out}: not written, the disk is full") from error
     finally:  # also of a run that fails
         if (out / "metrics.jsonl").exists():
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -17,7 +18,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file it writes
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file, and each error that it also raises
+
+
+MARGIN_BYTES = 2**20  # of a checkpoint's files besides the arrays
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,10 @@ class Checkpoints:
         )
         self._writing = step
         with self._naming():
+            # Seen before Orbax begins: when the disk fills up, its threads print hundreds of lines
+            need = sum(x.nbytes for x in jax.tree.leaves(state)) + MARGIN_BYTES
+            if (free := shutil.disk_usage(self.folder).free) < need:
+                raise OSError(errno.ENOSPC, f"{free / 2**20:.1f} MiB free; expected {need / 2**20:.1f}")
             self._manager.save(step, args=args)
 
     def wait(self) -> None:

@@ -110,11 +110,14 @@ def edited(out: Path) -> list[str]:
 def write_whole(file: Path, text: str) -> None:
     """Write a file such that a kill, or a full disk, leaves the old one or the new one."""
     whole = file.with_name(file.name + ".tmp")
-    with open(whole, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    whole.replace(file)
+    try:
+        with open(whole, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        whole.replace(file)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: not written", str(file)) from error
 
 
 def copy_whole(source: Path, target: Path) -> None:

@@ -132,6 +132,14 @@ class _EventFile:
         self._writer.close()
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: the last step was not written", str(path)) from error
+
+
 class RunLog:
     """Appends to metrics.jsonl, samples.jsonl and tensorboard/ in the run's folder; a context manager.
 
@@ -142,7 +150,7 @@ class RunLog:
     def __init__(self, out: Path, resume_step: int | None, tensorboard: bool = True):
         out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
-        paths = out / "metrics.jsonl", out / "samples.jsonl"
+        self._folder, paths = out, (out / "metrics.jsonl", out / "samples.jsonl")
         for path in paths:
             if resume_step is not None and path.exists():
                 _truncate(path, resume_step)
@@ -158,18 +166,17 @@ class RunLog:
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         self._write(self._metrics, _line(step, numbers))
         if self._tensorboard is not None:
-            self._tensorboard.scalars(int(step), {k: v for k, v in numbers.items() if math.isfinite(v)})
+            with _naming(self._folder / "tensorboard"):
+                self._tensorboard.scalars(int(step), {k: v for k, v in numbers.items() if math.isfinite(v)})
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """One line {"step": step, **row} per row."""
         self._write(self._samples, "".join(_line(step, row) for row in rows))
 
     def _write(self, file: Any, lines: str) -> None:
-        try:
+        with _naming(Path(file.name)):
             file.write(lines)
             file.flush()
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}: the last step was not written", file.name) from error
 
     def close(self) -> None:
         for file in (self._metrics, self._samples, self._tensorboard):
