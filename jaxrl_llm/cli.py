@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -36,17 +37,27 @@ def train(experiment: File, set_: Set = (), algorithm: Method = None, resume: bo
     """
     config, folder = _load(experiment, set_, algorithm), _folder(out, experiment)
     from jaxrl_llm.reports import curves
-    from jaxrl_llm.run import trainer
+    from jaxrl_llm.run import folder as folders
+    from jaxrl_llm.run import stopping, trainer
 
     _devices(config)
     try:
-        done = trainer.train(config, folder, resume=resume, source=experiment)
+        trainer.train(config, folder, resume=resume, source=experiment)
+    except stopping.Stopped as stop:
+        print(f"stopped; go on with: {folders.resume_command(experiment, folder, set_, algorithm)}")
+        sys.exit(stop.exit_code)
+    except SystemExit as error:  # of a task, a loss, a filter: the run is not done
+        raise RuntimeError(f"the experiment called sys.exit({error.code}) in the middle of the run") from error
+    except OSError as error:
+        if error.errno != errno.ENOSPC or "not written" in str(error):
+            raise
+        raise OSError(f"{error.filename or folder}: not written, the disk is full") from error
     finally:  # also of a run that fails
         if (folder / "metrics.jsonl").exists():
-            curves.draw(folder, title=folder.name)
-    if not done:
-        print(f"stopped; go on with: {trainer.resume_command(experiment, folder, set_, algorithm)}")
-        return
+            try:
+                curves.draw(folder, title=folder.name)
+            except (OSError, ValueError) as error:  # a full disk must not hide what failed before
+                print(f"{folder / 'curves.png'} was not drawn: {error}", file=sys.stderr)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     held_out = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
     problems = min(config.evaluation.problems, len(config.task().test))
@@ -64,14 +75,15 @@ def sft(experiment: File, set_: Set = (), algorithm: Method = None, out: Out = N
     config, folder = _load(experiment, set_, algorithm), _folder(out, experiment)
     if config.prime is None:
         raise ValueError("prime is None; expected a Prime(…) for jaxrl sft")
-    from jaxrl_llm.run import trainer
+    from jaxrl_llm.run import stopping, trainer
 
     _devices(config)
-    row = trainer.prime_only(config, folder, source=experiment)
-    if row is None:
+    try:
+        row = trainer.prime_only(config, folder, source=experiment)
+    except stopping.Stopped as stop:
         print("stopped; the same command goes on from here")
-    else:
-        print(f"base policy in {folder / 'base'}: held-out accuracy {row['eval/accuracy']:.1%}")
+        sys.exit(stop.exit_code)
+    print(f"base policy in {folder / 'base'}: held-out accuracy {row['eval/accuracy']:.1%}")
 
 
 def evaluate(run: File, problems: int = 512, samples: int = 1) -> None:

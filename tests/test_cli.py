@@ -22,7 +22,8 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.config import functions
 from jaxrl_llm.objective import advantages
 from jaxrl_llm.objective.algorithms import ALGORITHMS
-from jaxrl_llm.run import trainer
+from jaxrl_llm.run import folder, trainer
+from jaxrl_llm.run.stopping import Stopped
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENT = """
@@ -53,6 +54,10 @@ def reward(prompt, text, finish):
 
 def never(prompt, text, finish):
     return Reward(0.0, False)
+
+
+def no_number(logp, mask):
+    return logp * np.nan
 
 
 def trace(prompt, behaviour, seed):
@@ -132,6 +137,13 @@ def fails(*arguments):
     assert err.endswith("\n")
     assert "Traceback" not in out + err
     return err.removeprefix("jaxrl: ").strip()
+
+
+def stops(number, *arguments):
+    """stdout of a command that a signal ends in good order."""
+    code, out, err = jaxrl(*arguments)
+    assert (code, err) == (number, ""), out
+    return out
 
 
 def settings(*assignments):
@@ -269,12 +281,21 @@ def test_an_unknown_method_is_one_line_with_the_nearest_name(experiment, tmp_pat
 
 def test_train_and_sft_get_the_method_and_the_printed_command_keeps_it(experiment, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(trainer, "train", lambda config, out, **kept: seen.append((config, kept["resume"])))
-    monkeypatch.setattr(trainer, "prime_only", lambda config, out, **kept: seen.append((config, None)))
+
+    def train(config, out, **kept):
+        seen.append((config, kept["resume"]))
+        raise Stopped(signal.SIGINT)
+
+    def prime_only(config, out, **kept):
+        seen.append((config, None))
+        raise Stopped(signal.SIGHUP)
+
+    monkeypatch.setattr(trainer, "train", train)
+    monkeypatch.setattr(trainer, "prime_only", prime_only)
     asked = ("--algorithm", "rloo", "--set", "algorithm.kl_coef=0.5", "--out", tmp_path / "a folder")
-    command = printed_command(succeeds("train", experiment, *asked))
-    succeeds(*command[1:])
-    succeeds("sft", experiment, *asked)
+    command = printed_command(stops(130, "train", experiment, *asked))
+    stops(130, *command[1:])
+    stops(129, "sft", experiment, *asked)
     assert [resume for _, resume in seen] == [False, True, None]
     for config, _ in seen:
         assert (config.algorithm.advantage, config.algorithm.kl_coef) == (advantages.rloo, 0.5)
@@ -366,11 +387,11 @@ def test_a_finished_run_can_be_made_longer(run, tmp_path):
 def test_what_is_no_run(experiment, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    for folder in (empty, tmp_path / "none"):
-        missing = f"{folder / 'config.json'} is missing; expected the folder of an earlier run"
-        assert missing in fails("train", experiment, "--resume", "--out", folder)
-        for command in (["eval", folder], ["sample", folder, "01+1="], ["gap", folder], ["serve", folder]):
-            missing = f"run {folder}: config.json is missing" if folder == empty else f"{folder}: no such file"
+    for run in (empty, tmp_path / "none"):
+        missing = f"{run / 'config.json'} is missing; expected the folder of an earlier run"
+        assert missing in fails("train", experiment, "--resume", "--out", run)
+        for command in (["eval", run], ["sample", run, "01+1="], ["gap", run], ["serve", run]):
+            missing = f"run {run}: config.json is missing" if run == empty else f"{run}: no such file"
             assert f"{missing}; expected" in fails(*command)
     (empty / "config.json").write_text("{")
     assert str(empty / "config.json") in fails("eval", empty)
@@ -512,11 +533,11 @@ def printed_command(output):
 def test_a_signal_lets_the_step_end_saves_and_prints_the_command_that_goes_on(module, experiment, tmp_path, whole):
     def terminate(number):
         if number == FIRST_OF_STEP[2] + 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGHUP)
 
     module.before_reward = terminate
     out = tmp_path / "a folder"
-    command = printed_command(succeeds("train", experiment, "--out", out, *FOUR))
+    command = printed_command(stops(129, "train", experiment, "--out", out, *FOUR))
     assert [row["step"] for row in rows(out)] == [0, 1, 2]
     assert checkpoints(out) == [2]
     assert (out / "curves.png").exists()
@@ -530,22 +551,24 @@ def test_a_signal_while_priming(module, experiment, tmp_path, whole):
             os.kill(os.getpid(), signal.SIGTERM)
 
     module.before_trace = terminate
-    command = printed_command(succeeds("train", experiment, "--out", tmp_path / "out", *FOUR))
+    command = printed_command(stops(143, "train", experiment, "--out", tmp_path / "out", *FOUR))
     assert checkpoints(tmp_path / "out" / "base") == [1]
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
     succeeds(*command[1:])
     assert timeless(tmp_path / "out") == whole
 
 
-def test_a_second_interrupt_stops_at_once_and_keeps_the_steps_done(module, experiment, tmp_path, whole):
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_stops_at_once_and_keeps_the_steps_done(module, experiment, tmp_path, whole, second):
     def interrupt(number):
         if number == FIRST_OF_STEP[3]:
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), second)
+            time.sleep(5)  # never: the signal ends it
+            pytest.fail("went on")
 
     module.before_reward = interrupt
-    code, _, err = jaxrl("train", experiment, "--out", tmp_path / "out", *FOUR)
-    assert (code, err) == (130, "")
+    stops(128 + second, "train", experiment, "--out", tmp_path / "out", *FOUR)
     assert checkpoints(tmp_path / "out") == [2]
     succeeds("train", experiment, "--out", tmp_path / "out", "--resume", *FOUR)
     assert timeless(tmp_path / "out") == whole
@@ -561,7 +584,10 @@ def test_a_reward_that_raises_names_the_prompt_and_loses_no_step(module, experim
     out = tmp_path / "out"
     error = fails("train", experiment, "--out", out, *FOUR)
     assert error.startswith("reward of prompt ")
-    assert error.endswith("raised KeyError: 'the grader is down'")
+    assert "raised KeyError: 'the grader is down' at " in error
+    assert f"{experiment}:" in error
+    assert "(prompt '0" in error
+    assert "', response " in error
     assert [row["step"] for row in rows(out)] == list(range(step))
     assert checkpoints(out) == ([step - 1] if step > 1 else [])
     succeeds("train", experiment, "--out", out, "--resume", *FOUR)  # the counter has passed the bad place
@@ -591,8 +617,9 @@ def test_ctrl_c_in_a_process_of_its_own(experiment, tmp_path):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    assert process.returncode == 130, output
     assert "Traceback" not in output
+    assert "stopping after this step; once more to stop at once" in output
     done = len(rows(tmp_path / "out here")) - 1
     assert 1 <= done < 20
     assert checkpoints(tmp_path / "out here") == [done]
@@ -600,3 +627,217 @@ def test_ctrl_c_in_a_process_of_its_own(experiment, tmp_path):
     again = subprocess.run(line, shell=True, env={**os.environ, "PATH": binaries}, timeout=120, **pipes)
     assert again.returncode == 0, again.stdout
     assert [row["step"] for row in rows(tmp_path / "out here")] == list(range(21))
+
+
+# ---- what a run's folder, a checkpoint and a cache do when something is wrong
+
+
+def changes(folder_):
+    """Every file with its bytes, but for what is locked."""
+    return {p: p.read_bytes() for p in folder_.rglob("*") if p.is_file() and p.name not in (".lock", "curves.png")}
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    shutil.copytree(run[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def resume(run, copy, *assignments):
+    return ("train", run[0].parent / "tiny.py", "--out", copy, "--resume", *settings("seed=3", *assignments))
+
+
+def test_sys_exit_in_a_reward_or_a_filter_is_an_error(module, experiment, tmp_path):
+    module.before_reward = lambda number: sys.exit(0)
+    assert "raised SystemExit: 0 at " in fails("train", experiment, "--out", tmp_path / "a")
+    module.before_reward, module.fills_up = (lambda number: None), (lambda number: sys.exit(0))
+    assert fails("train", experiment, "--out", tmp_path / "b").startswith("the experiment called sys.exit(0)")
+
+
+def test_an_io_error_on_resume_changes_nothing(run, copy):
+    data = max((copy / "checkpoints" / "2").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    data.unlink()
+    data.symlink_to(data.name)  # cannot be opened, even by root
+    before = changes(copy / "tensorboard") | {p: p.read_bytes() for p in copy.glob("*.json*")}
+    assert "nothing was changed" in fails(*resume(run, copy, "steps=3"))
+    assert (changes(copy / "tensorboard") | {p: p.read_bytes() for p in copy.glob("*.json*")}) == before
+    assert checkpoints(copy) == [2]
+
+
+def test_resume_with_every_checkpoint_damaged_stops_and_changes_nothing(run, copy):
+    (copy / "checkpoints" / "2" / "host" / "metadata").write_text("{")
+    before = changes(copy)
+    code, _, err = jaxrl(*resume(run, copy, "steps=3"))
+    assert code == 2
+    assert "no checkpoint is whole (2: JSONDecodeError" in err
+    assert changes(copy) == before
+
+
+def test_resume_with_fewer_steps_than_done(run, copy):
+    before = changes(copy)
+    assert "--resume: steps is 1; expected at least 2, the steps that" in fails(*resume(run, copy, "steps=1"))
+    assert changes(copy) == before
+
+
+def test_a_run_from_before_a_field_was_there_goes_on(run, copy):
+    data = json.loads((copy / "config.json").read_text())
+    del data["abort_after"], data["rollout"]["zero_gap"]
+    (copy / "config.json").write_text(json.dumps(data))
+    succeeds(*resume(run, copy, "steps=3"))
+    assert json.loads((copy / "config.json").read_text())["abort_after"] == 10
+
+
+def test_what_alters_no_number_or_only_rounding_may_change_and_is_said(run, copy):
+    free = ("evaluation.problems=1", "checkpoint.keep=1", "logged_samples=1", "abort_after=3", "steps=3")
+    printed = succeeds(*resume(run, copy, *free, "rollout.slots=2", "micro_batches=2"))
+    line = next(x for x in printed.splitlines() if "changes no number" in x)
+    assert "evaluation.problems: 2 → 1" in line
+    assert "abort_after: 10 → 3" in line
+    line = next(x for x in printed.splitlines() if "changes rounding" in x)
+    assert "rollout.slots: 0 → 2" in line
+    assert "micro_batches: 1 → 2" in line
+    assert "rollout.temperature: 1.0 → 0.5" in fails(*resume(run, copy, "steps=4", "rollout.temperature=0.5"))
+
+
+def test_another_number_of_cpu_threads_is_said(run, copy, monkeypatch):
+    here = folder.machine()
+    monkeypatch.setattr(folder, "machine", lambda: here | {"CPU threads": 77})
+    printed = succeeds(*resume(run, copy, "steps=3"))
+    assert f"--resume: CPU threads: {here['CPU threads']} → 77 (changes rounding" in printed
+    assert "77" not in succeeds(*resume(run, copy, "steps=4"))
+
+
+def test_an_edited_experiment_is_said(experiment, tmp_path):
+    out = tmp_path / "out"
+    succeeds("train", experiment, "--out", out)
+    experiment.write_text(EXPERIMENT + "\n# edited\n")
+    assert f"{experiment} differs from the run's copy {out / 'tiny.py'}: the run goes on with" in succeeds(
+        "train", experiment, "--out", out, "--resume", *settings("steps=3")
+    )
+    experiment.write_text(EXPERIMENT + "\n# edited again\n")
+    assert (
+        jaxrl("eval", out)[2] == f"{experiment} differs from the run's copy {out / 'tiny.py'}: {experiment} is used\n"
+    )
+
+
+def test_two_runs_in_one_folder(run, copy):
+    with folder.lock(copy / ".lock"):
+        error = fails(*resume(run, copy, "steps=3"))
+    assert f"{copy} is in use by process {os.getpid()} on " in error
+    assert " since 20" in error
+
+
+def test_a_lock_of_a_dead_process_is_taken_over(tmp_path):
+    code = f"""import os, pathlib
+from jaxrl_llm.run import folder
+folder.lock(pathlib.Path({str(tmp_path / "l")!r})).__enter__()
+os.kill(os.getpid(), 9)"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    assert "process" in (tmp_path / "l").read_text()
+    with folder.lock(tmp_path / "l"):
+        assert str(os.getpid()) in (tmp_path / "l").read_text()
+
+
+def test_steps_that_are_skipped_for_ever_end_the_run(experiment, tmp_path):
+    changed = settings(f"algorithm.loss={experiment}:no_number", "steps=9", "abort_after=3", "checkpoint.every=1")
+    error = fails("train", experiment, "--out", tmp_path / "out", *changed)
+    assert error.startswith("steps 1 to 3 changed nothing (loss and grad_norm not finite): abort_after = 3.")
+    assert error.endswith("Last checkpoint: none yet")
+    assert checkpoints(tmp_path / "out") == []
+    assert [r.get("skipped") for r in rows(tmp_path / "out")] == [None, 1, 1, 1]
+
+
+def test_the_logged_rate_is_that_of_the_last_step_that_was_applied(experiment, tmp_path):
+    changed = settings("optimizer.lr=1e30", "optimizer.schedule=linear", "steps=4")
+    succeeds("train", experiment, "--out", tmp_path / "out", *changed)
+    applied, skipped = 0, 0
+    for row in rows(tmp_path / "out")[1:]:
+        applied, skipped = applied + (row["skipped"] == 0), skipped + row["skipped"]
+        assert abs(row["lr"] / (1e30 * (1 - (applied - 1) / 4)) - 1) < 1e-5
+    assert skipped > 0
+
+
+def test_an_evaluation_that_raises_loses_no_row(module, experiment, tmp_path):
+    def refuse(number):
+        if number == FIRST_OF_STEP[3]:
+            raise KeyError("down")
+
+    module.before_reward = refuse
+    assert "raised KeyError" in fails("train", experiment, "--out", tmp_path / "out")
+    assert [row["step"] for row in rows(tmp_path / "out")] == [0, 1, 2]
+    assert "loss" in rows(tmp_path / "out")[2]
+
+
+def test_a_base_policy_that_knows_nothing_stops_a_run_whose_filter_cannot_pass(experiment, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "SURE", 2)
+    changed = (f"task.graded={experiment}:never", "algorithm.group_filter=jaxrl_llm.objective.filters:mixed")
+    error = fails("train", experiment, "--out", tmp_path / "a", *settings(*changed))
+    assert error.startswith(
+        "base policy: 0 of 2 held-out answers are correct, and algorithm.group_filter keeps no group"
+    )
+    changed = (changed[0], "algorithm.group_filter=none")
+    printed = succeeds("train", experiment, "--out", tmp_path / "b", *settings(*changed))
+    assert "base policy: held-out accuracy 0.0% (0 of 2): there may be nothing to learn from" in printed
+
+
+@pytest.mark.parametrize("damage", ["base.json", "data", "nothing finished"])
+def test_a_damaged_entry_of_the_base_cache_is_made_anew(experiment, tmp_path, damage, monkeypatch):
+    monkeypatch.setenv("JAXRL_CACHE", str(tmp_path / "cache"))
+    succeeds("sft", experiment, "--out", tmp_path / "a")
+    (entry,) = [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
+    if damage == "base.json":
+        (entry / "base.json").write_text("")
+    elif damage == "data":
+        for file in (p for p in (entry / "checkpoints").rglob("*") if p.is_file()):
+            file.write_bytes(b"")
+    else:
+        shutil.rmtree(entry / "checkpoints")
+    printed = succeeds("sft", experiment, "--out", tmp_path / "b")
+    assert f"{entry} is kept as {entry}.damaged and made anew" in printed
+    assert "priming     2/2" in printed
+    again = succeeds("sft", experiment, "--out", tmp_path / "c")
+    assert f"base policy from {entry}" in again
+    assert "made anew" not in again
+
+
+def test_two_on_one_cold_cache_share_one_priming(experiment, tmp_path):
+    environment = {**os.environ, "JAXRL_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "jaxrl_llm.cli", "sft", str(experiment), "--out"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    both = [subprocess.Popen([*command, str(tmp_path / name)], **pipes) for name in "ab"]
+    outputs = [p.communicate(timeout=300)[0] for p in both]
+    assert [p.returncode for p in both] == [0, 0], outputs
+    assert sum("priming     2/2" in text for text in outputs) == 1, outputs
+    assert sum("base policy from" in text for text in outputs) == 1, outputs
+
+
+# ---- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 3 MB, and a function that makes room on it."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", disk]).returncode:
+        pytest.skip("only root can mount a disk")
+    yield disk, lambda: subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize("free_kb", [0, 8, 24, 60, 1200, 1500])
+def test_a_full_disk_is_one_line_and_with_room_the_run_goes_on(experiment, tmp_path, whole, small_disk, free_kb):
+    disk, make_room = small_disk
+    (disk / "ballast").write_bytes(b"x" * 1024 * (3072 - free_kb))
+    out, four = disk / "out", settings("steps=4", "checkpoint.every=1")
+    command = [sys.executable, "-m", "jaxrl_llm.cli", "train", str(experiment), "--out", str(out), *four]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) <= 3, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("jaxrl: ")
+    assert any(word in done.stderr for word in ("not written", "cannot be written")), done.stderr
+    make_room()
+    again = [*command, "--resume"] if (out / "config.json").exists() else command
+    done = subprocess.run(again, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert timeless(out) == whole

@@ -129,7 +129,7 @@ def bases(tmp_path_factory):
 def test_three_steps_move_the_policy(name, bases, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXRL_CACHE", str(bases))
     shrunk = config.validate(small(config.load(FILES[name])))
-    assert trainer.train(shrunk, tmp_path, source=FILES[name])
+    trainer.train(shrunk, tmp_path, source=FILES[name])
 
     rows = {r["step"]: r for r in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())}
     pretrained = shrunk.total_steps - shrunk.steps

@@ -98,6 +98,7 @@ class Config:
     seed: int = 0
     logged_samples: int = 4  # a step, into samples.jsonl
     compile_cache: str = "auto"  # folder of XLA's compiled programs; auto: in the project's cache, "": none
+    abort_after: int = 10  # steps in a row that change nothing, as their loss or gradient is not finite; 0: never
 
     @property
     def total_steps(self) -> int:

@@ -32,7 +32,7 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
         ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width", Critic: "updates mini_batches",
     }),
     ("at least 0", lambda x: x >= 0, {
-        Config: "logged_samples seed", Rollout: "slots budget max_staleness top_k", Evaluation: "every",
+        Config: "logged_samples abort_after seed", Rollout: "slots budget max_staleness top_k", Evaluation: "every",
         Shaping: "length_warmup", Critic: "pretrain head_std", Optimizer: "lr warmup weight_decay",
     }),
     ("a positive number", lambda x: x > 0, {

@@ -37,3 +37,9 @@ def reset_moments(opt_state: optax.OptState) -> optax.OptState:
     is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
     fresh = lambda x: jax.tree.map(jnp.zeros_like, x) if is_adam(x) else x
     return jax.tree.map(fresh, opt_state, is_leaf=is_adam)
+
+
+def updates_applied(opt_state: optax.OptState) -> int:
+    """Optimiser steps behind the learning rate's schedule: those that were skipped do not count."""
+    is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
+    return int(next(x.count for x in jax.tree.leaves(opt_state, is_leaf=is_schedule) if is_schedule(x)))

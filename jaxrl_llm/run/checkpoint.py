@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import logging
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file it writes
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file, and each error that it also raises
+
+
+MARGIN_BYTES = 2**20  # of a checkpoint's files besides the arrays
 
 
 @dataclass(frozen=True)
@@ -25,9 +31,36 @@ class Restored:
     step: int
 
 
+class Damaged(ValueError):
+    """A file does not hold what was saved."""
+
+
+# What TensorStore reports of bytes that it has read and cannot make sense of. A device that fails to give the bytes
+# has another status (UNKNOWN, RESOURCE_EXHAUSTED, PERMISSION_DENIED, …), and the number of the system's error.
+_SENSELESS = re.compile(r"(FAILED_PRECONDITION|OUT_OF_RANGE|DATA_LOSS|INVALID_ARGUMENT|NOT_FOUND): ")
+_MISFITS = re.compile(r'Item ".*" was not found|pytree structure error|dataclass node type mismatch')
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error of Orbax says that a checkpoint's files are damaged: anything else may pass, as an I/O error."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    if any(
+        "os_error_code" in str(e) or (isinstance(e, OSError) and not isinstance(e, FileNotFoundError)) for e in chain
+    ):
+        return False
+    kinds = (Damaged, FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError)
+    spoken = lambda e: isinstance(e, ValueError | KeyError) and (_SENSELESS.match(str(e)) or _MISFITS.search(str(e)))
+    return any(isinstance(e, kinds) or spoken(e) for e in chain)
+
+
 @jax.jit
 def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Σ bits[i]·(2i+1) mod 2³² of each leaf, where it lies, however it is cut. An odd factor loses no flipped bit."""
+    """Σ bits[i]·(2i+1) mod 2³² of each leaf, computed on its shards.
+
+    The factors are odd, which makes them invertible mod 2³²: one element that changes always changes the sum.
+    """
 
     def one(x: jax.Array) -> jax.Array:
         width = min(x.dtype.itemsize, 4)
@@ -63,26 +96,51 @@ class Checkpoints:
             max_to_keep=keep, cleanup_tmp_directories=True, create=not read_only, read_only=read_only
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._writing: int | None = None  # the step that is being written
 
     def steps(self) -> list[int]:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
-        """Write `state` (a pytree of arrays) and `host` (JSON) as `step`; a step that is there already is left."""
+        """Write `state` (a pytree of arrays) and `host` (JSON) as `step`; a step that is there already is left.
+
+        Raises OSError with the step that could not be written, this one or the one before.
+        """
         if step in self._manager.all_steps():
             return
+        self.wait()
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             host=ocp.args.JsonSave(host),
             checksums=ocp.args.JsonSave(checksums(state, host)),
         )
-        self._manager.save(step, args=args)
+        self._writing = step
+        with self._naming():
+            # Seen before Orbax begins: when the disk fills up, its threads print hundreds of lines
+            need = sum(x.nbytes for x in jax.tree.leaves(state)) + MARGIN_BYTES
+            if (free := shutil.disk_usage(self.folder).free) < need:
+                raise OSError(errno.ENOSPC, f"{free / 2**20:.1f} MiB free; expected {need / 2**20:.1f}")
+            self._manager.save(step, args=args)
+
+    def wait(self) -> None:
+        """Until what is being written is written. Raises OSError with the step that could not be."""
+        with self._naming():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            raise OSError(f"checkpoint {self._writing} in {self.folder} was not written ({why})") from error
 
     def restore(self, like: Any, warn: Callable[[str], None]) -> Restored | None:
-        """The newest checkpoint that can be read, placed and shaped `like` (arrays or ShapeDtypeStructs).
+        """The newest whole checkpoint, placed and shaped `like` (arrays or ShapeDtypeStructs); None if none was saved.
 
-        One that is damaged is told of through `warn`, put aside as `<step>.unreadable` so that its step can be written
-        again, and the one before it is tried; None when none is left.
+        One that is damaged is reported through `warn`, and the one before it is tried. When that is whole, the damaged
+        ones are renamed `<step>.unreadable`, so that their steps can be written again. Raises Damaged when none is
+        whole, and RuntimeError when one cannot be read for another reason; neither changes anything.
         """
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), like
@@ -90,28 +148,40 @@ class Checkpoints:
         args = ocp.args.Composite(
             state=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore(), checksums=ocp.args.JsonRestore()
         )
+        damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
             try:
                 found = self._manager.restore(step, args=args)
                 sums = checksums(found["state"], found["host"])
                 wrong = [name for name in sums if sums[name] != found["checksums"].get(name)]
                 if wrong:
-                    raise ValueError(f"the checksum of {wrong[0]} is not what was saved")
-                return Restored(found["state"], found["host"], step)
-            except Exception as error:  # whatever a damaged file makes Orbax or TensorStore raise
-                why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+                    raise Damaged(f"the checksum of {wrong[0]} is not what was saved")
+            except Exception as error:
+                why = f"{type(error).__name__}: {' '.join(str(error.__cause__ or error).split())[:120]}"
+                if not is_damage(error):
+                    raise RuntimeError(f"checkpoint {self.folder / str(step)}: {why}; nothing was changed") from error
+                damaged[step] = why
                 warn(f"checkpoint {step} cannot be read ({why}); trying the one before")
-                if not self._read_only:
-                    self._put_aside(step)
+                continue
+            if not self._read_only:
+                self._put_aside(list(damaged))
+            return Restored(found["state"], found["host"], step)
+        earlier = sorted(p.name for p in self.folder.glob("*.unreadable"))
+        if damaged or earlier:
+            listed = "; ".join([*(f"{step}: {why}" for step, why in damaged.items()), *earlier])
+            raise Damaged(f"{self.folder}: no checkpoint is whole ({listed}); expected one, or another folder")
         return None
 
-    def _put_aside(self, step: int) -> None:
-        aside = self.folder / f"{step}.unreadable"
-        shutil.rmtree(aside, ignore_errors=True)
-        (self.folder / str(step)).rename(aside)
+    def _put_aside(self, steps: list[int]) -> None:
+        for step in steps:
+            aside = self.folder / f"{step}.unreadable"
+            shutil.rmtree(aside, ignore_errors=True)
+            (self.folder / str(step)).rename(aside)
         self._manager.reload()
 
     def close(self) -> None:
         """Wait for the writes under way."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._manager.close()

@@ -15,9 +15,12 @@ entropy kl/old kl/ref                      nats per token
 clip/low clip/high                         fraction of tokens without gradient because of a bound on the ratio
 ratio/mean ratio/max                       π/π_old per token
 gap/mean gap/max                           |p_learner − p_sampler| of the drawn tokens
-loss grad_norm lr                          of the optimiser step
-perf/{rollout,train}_tokens_per_s          tokens per second of that stage
+loss grad_norm                             of the optimiser step
+lr                                         of the last optimiser step that was applied
+skipped                                    fraction of the batch's optimiser steps that changed nothing
+perf/{rollout,train}_tokens_per_s          tokens per second of drawing answers, and of that stage
 perf/{rollout,reward,train,eval,checkpoint,step}_s   seconds
+perf/sampling_s                            seconds of drawing in the background; perf/rollout_s is the wait for it
 perf/compilations                          XLA compilations since the process began
 """
 
@@ -29,11 +32,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import jax.monitoring
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _compile_seconds: list[float] = []  # a list, because append is atomic and compilations may come from several threads
@@ -101,15 +106,38 @@ def _truncate(path: Path, step: int) -> None:
     os.replace(temporary, path)
 
 
-def _summary_writer(folder: Path, resume_step: int | None) -> Any:
-    from tensorboardX import SummaryWriter
+class _EventFile:
+    """A TensorBoard event file, written by the caller's own thread: a full disk is an error of the caller."""
 
-    if resume_step is None:
-        for stale in folder.glob("events.out.tfevents.*"):
+    def __init__(self, folder: Path, resume_step: int | None):
+        from tensorboardX.event_file_writer import EventsWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob("events.out.tfevents.*") if resume_step is None else ():
             stale.unlink()
-    purge = None if resume_step is None else resume_step + 1
-    # Event files are named after the second they begin in: the suffix keeps a quick resume from overwriting one.
-    return SummaryWriter(str(folder), purge_step=purge, flush_secs=10, filename_suffix=f".{time.time_ns()}")
+        # Event files are named after the second they begin in: the suffix keeps a quick resume from overwriting one.
+        self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+        if resume_step is not None:  # TensorBoard hides what earlier files have from here on
+            self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, step: int, **event: Any) -> None:
+        self._writer.write_event(Event(wall_time=time.time(), step=step, **event))
+
+    def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._add(step, summary=Summary(value=values))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: the last step was not written", str(path)) from error
 
 
 class RunLog:
@@ -122,13 +150,13 @@ class RunLog:
     def __init__(self, out: Path, resume_step: int | None, tensorboard: bool = True):
         out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
-        paths = out / "metrics.jsonl", out / "samples.jsonl"
+        self._folder, paths = out, (out / "metrics.jsonl", out / "samples.jsonl")
         for path in paths:
             if resume_step is not None and path.exists():
                 _truncate(path, resume_step)
         mode = "w" if resume_step is None else "a"
         self._metrics, self._samples = (open(p, mode, encoding="utf-8") for p in paths)  # noqa: SIM115 — see close()
-        self._tensorboard = _summary_writer(out / "tensorboard", resume_step) if tensorboard else None
+        self._tensorboard = _EventFile(out / "tensorboard", resume_step) if tensorboard else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line {"step": step, name: value, …}; a value that is not finite becomes null, and no TensorBoard point.
@@ -136,23 +164,25 @@ class RunLog:
         Raises ValueError on a value that is no number, or on a metric called "step".
         """
         numbers = {name: _number(name, value) for name, value in metrics.items()}
-        self._metrics.write(_line(step, numbers))
-        self._metrics.flush()
+        self._write(self._metrics, _line(step, numbers))
         if self._tensorboard is not None:
-            for name, number in numbers.items():
-                if math.isfinite(number):
-                    self._tensorboard.add_scalar(name, number, int(step))
+            with _naming(self._folder / "tensorboard"):
+                self._tensorboard.scalars(int(step), {k: v for k, v in numbers.items() if math.isfinite(v)})
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """One line {"step": step, **row} per row."""
-        self._samples.writelines([_line(step, row) for row in rows])
-        self._samples.flush()
+        self._write(self._samples, "".join(_line(step, row) for row in rows))
+
+    def _write(self, file: Any, lines: str) -> None:
+        with _naming(Path(file.name)):
+            file.write(lines)
+            file.flush()
 
     def close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for file in (self._metrics, self._samples, self._tensorboard):
+            with suppress(OSError):  # of lines of which an earlier error has said that they are not written
+                if file is not None:
+                    file.close()
 
     def __enter__(self) -> RunLog:
         return self
@@ -189,6 +219,8 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
         f"grad {_cell(get('grad_norm'), 6, '.2f')}",
         f"{_cell(get('perf/step_s'), 6, '.1f')}s",
     ]
+    if get("skipped") > 0:
+        columns.append(f"skipped {get('skipped'):.0%}")
     return "  ".join(columns)
 
 

@@ -1,14 +1,20 @@
 """When answers are drawn, and when they are learnt from: in turn, one batch ahead, or all the time.
 
-Each is an object with `next(engine, at)`: the batch to learn from now, and the host's position after it.
+Each mode is an object with `next(engine, at, watch)`, which gives the batch to learn from now and the host's position
+after it, and `settled(at, wait)`, which gives the position that a checkpoint has to hold.
+
+A run that is stopped or killed and resumed on the same machine is bit for bit the run that was not, with `sync` and
+`ahead` (whose checkpoints hold the answers of the batch under way). With `async` the answers that were finished are
+kept, with the versions that drew them; those under way are drawn again, by weights that the clock decides, as it does
+in any two runs.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +27,9 @@ from jaxrl_llm.learner.learner import Learner, shaped_rewards
 from jaxrl_llm.run import metrics
 from jaxrl_llm.sampler import groups
 from jaxrl_llm.sampler.groups import PendingPrompt, ScoredBatch, ScoredGroup
-from jaxrl_llm.sampler.requests import Group, Request
+from jaxrl_llm.sampler.requests import Answer, Group, Request
 from jaxrl_llm.sampler.weights import SamplerWeights
-from jaxrl_llm.types import CANCELLED
+from jaxrl_llm.types import CANCELLED, Rollouts
 
 
 @dataclass(frozen=True)
@@ -86,23 +92,36 @@ class PromptDispatcher:
         return ScoredGroup(asked, answers, tuple(rewards), shaped, kept)
 
 
-def sample_batch(learner: Learner, engine: Any, at: Position, watch: metrics.Stopwatch) -> tuple[ScoredBatch, Position]:
-    """Groups of scored answers for one batch, from the prompts that come next."""
-    r, asker = learner.config.rollout, PromptDispatcher(learner, at, watch)
+def answered(rollouts: Rollouts) -> list[PendingPrompt]:
+    """The prompts of these rollouts with their finished groups: a sampler returns such groups as they are."""
+    r, size = rollouts, rollouts.group_size
+    rows = [
+        Answer(r.tokens[i, :n], r.sampler_logp[i, :n], r.versions[i, :n], str(r.finish[i]))
+        for i, n in enumerate(r.lengths.tolist())
+    ]
+    pairs = zip(r.draws.tolist(), r.indices.tolist(), strict=True)
+    return [PendingPrompt(draw, index, tuple(rows[p * size :][:size])) for p, (draw, index) in enumerate(pairs)]
+
+
+def sample_batch(
+    learner: Learner, engine: Any, at: Position, watch: metrics.Stopwatch, latest: Callable | None = None
+) -> tuple[ScoredBatch, Position]:
+    """Groups of scored answers for one batch, from the prompts that come next. latest: see `LocalEngine.sample`."""
+    r, dispatcher = learner.config.rollout, PromptDispatcher(learner, at, watch)
     before = watch.seconds().get("reward", 0.0)
     with watch("rollout"):
-        seen = groups.fill_batch(
-            engine.sample,
-            asker.ask,
-            lambda asked: asker.request(engine, asked),
-            asker.judge,
+        scored = groups.fill_batch(
+            lambda next_request: engine.sample(next_request, latest),
+            dispatcher.ask,
+            lambda prompt: dispatcher.request(engine, prompt),
+            dispatcher.judge,
             prompts=r.prompts,
             most=r.prompts * (r.max_rounds if learner.config.algorithm.prompts.resample else 1),
             pending=at.pending,
             resample=learner.config.algorithm.prompts.resample,
         )
     watch.add("rollout", before - watch.seconds().get("reward", 0.0))  # what the verifier took is no rollout
-    return seen, moved_on(learner.config, at, seen, asker.draw)
+    return scored, moved_on(learner.config, at, scored, dispatcher.draw)
 
 
 class Sync:
@@ -114,8 +133,18 @@ class Sync:
     def next(self, engine: Any, at: Position, watch: metrics.Stopwatch) -> tuple[ScoredBatch, Position]:
         return sample_batch(self.learner, engine, at, watch)
 
+    def settled(self, at: Position, wait: bool = True) -> Position:
+        return at
+
     def close(self) -> None:
         pass
+
+
+CLOSING_S = 5.0  # how long a verifier that hangs in a thread is waited for
+
+
+class _Closed(Exception):
+    """The run is over: no more answers are wanted."""
 
 
 class Ahead:
@@ -123,29 +152,57 @@ class Ahead:
 
     def __init__(self, learner: Learner):
         self.learner = learner
-        self._pool = ThreadPoolExecutor(1)
-        self._coming: Future | None = None
+        self._coming: Future | None = None  # of (batch, position after it, seconds that drawing it took)
+        self._thread: threading.Thread | None = None
+        self._closed = False
 
     def next(self, engine: Any, at: Position, watch: metrics.Stopwatch) -> tuple[ScoredBatch, Position]:
         with watch("rollout"):
-            coming = self._coming or self._begin(engine, at)
-            seen, after = coming.result()
+            scored, after, seconds = (self._coming or self._begin(engine, at)).result()
+        watch.add("sampling", seconds)
         self._coming = self._begin(engine, after) if after.step < self.learner.config.total_steps else None
-        return seen, after
+        return scored, after
+
+    def settled(self, at: Position, wait: bool = True) -> Position:
+        """`at` with the batch under way, which is waited for, as pending prompts that have their answers.
+
+        When it has failed, or is not there and shall not be waited for, its prompts will be answered anew.
+        """
+        if self._coming is None or not (wait or self._coming.done()):
+            return at
+        try:
+            scored, after, _ = self._coming.result()
+        except Exception:  # `next` raises it
+            return at
+        # A batch is full as soon as enough groups are kept: the others have to come before the last of them.
+        order = sorted(zip(scored.all_kept, answered(scored.all_rollouts), strict=True), key=lambda pair: pair[0])
+        return replace(at, draw=after.draw, pending=(*(prompt for _, prompt in order), *scored.unfinished))
 
     def _begin(self, engine: Any, at: Position) -> Future:
-        def run() -> tuple[ScoredBatch, Position]:
-            with jax.set_mesh(self.learner.mesh):  # a thread has a mesh of its own
-                return sample_batch(self.learner, engine, at, metrics.Stopwatch())
+        coming: Future = Future()
 
-        return self._pool.submit(run)
+        def latest() -> SamplerWeights:
+            if self._closed:
+                raise _Closed
+            return engine.weights
+
+        def run() -> None:
+            watch = metrics.Stopwatch()
+            try:
+                with jax.set_mesh(self.learner.mesh):  # a thread has a mesh of its own
+                    scored, after = sample_batch(self.learner, engine, at, watch, latest)
+                coming.set_result((scored, after, watch.seconds()["rollout"]))
+            except BaseException as error:  # raised where the batch is asked for
+                coming.set_exception(error)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+        return coming
 
     def close(self) -> None:
-        self._pool.shutdown()
-
-
-class _Closed(Exception):
-    """Nobody wants answers any more."""
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join(CLOSING_S)
 
 
 class Async:
@@ -162,9 +219,10 @@ class Async:
         self._lock = threading.Condition()
         self._ready: deque[ScoredGroup] = deque()  # of all groups, those that no filter kept included
         self._under_way: dict[int, PendingPrompt] = {}
-        self._cut: deque[PendingPrompt] = deque()
+        self._waiting: deque[PendingPrompt] = deque()  # handed out before, and to be answered or continued
+        self._sampling, self._sampling_told = metrics.Stopwatch(), 0.0
         self._engine: Any = None
-        self._asker: PromptDispatcher | None = None
+        self._dispatcher: PromptDispatcher | None = None
         self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -173,12 +231,12 @@ class Async:
         r, a = self.learner.config.rollout, self.learner.config.algorithm
         with self._lock, watch("rollout"):
             self._engine = engine
-            if self._asker is None:
-                self._asker = PromptDispatcher(self.learner, at, metrics.Stopwatch())
-                self._cut.extend(at.pending)
+            if self._dispatcher is None:
+                self._dispatcher = PromptDispatcher(self.learner, at, metrics.Stopwatch())
+                self._waiting.extend(at.pending)
                 self._thread.start()
-            self._asker.at = at
-            chosen, seen, stale = [], [], 0
+            self._dispatcher.at = at
+            chosen, everything, stale = [], [], 0
             while len(chosen) < r.prompts:
                 while not self._ready and self._error is None:
                     self._lock.wait()
@@ -189,23 +247,37 @@ class Async:
                 if engine.version - int(judged.rollouts.versions[:, 0].min()) > r.max_staleness:
                     stale += 1
                     continue
-                seen.append(judged)
+                everything.append(judged)
                 if judged.kept or not a.prompts.resample:
                     chosen.append(judged)
-                elif len(seen) >= r.prompts * r.max_rounds:
-                    raise groups.too_few_groups(seen, r.prompts, r.max_rounds)
-            outstanding = [j.prompt for j in self._ready] + list(self._under_way.values()) + list(self._cut)
-            draw, self._asker.in_batch = self._asker.draw, {o.index for o in outstanding}
-        scored = replace(groups.scored_batch(chosen, seen, outstanding), stale=stale)
+                elif len(everything) >= r.prompts * r.max_rounds:
+                    raise groups.too_few_groups(everything, r.prompts, r.max_rounds)
+            outstanding = self._outstanding()
+            draw, self._dispatcher.in_batch = self._dispatcher.draw, {o.index for o in outstanding}
+        sampling = self._sampling.seconds().get("sampling", 0.0)
+        watch.add("sampling", sampling - self._sampling_told)
+        self._sampling_told = sampling
+        scored = replace(groups.scored_batch(chosen, everything, outstanding), stale=stale)
         return scored, moved_on(self.learner.config, at, scored, draw)
+
+    def _outstanding(self) -> list[PendingPrompt]:
+        """Prompts handed out and not learnt from, with their answers as far as these are finished. Under the lock."""
+        done = [prompt for scored in self._ready for prompt in answered(scored.rollouts)]
+        return [*done, *self._under_way.values(), *self._waiting]
+
+    def settled(self, at: Position, wait: bool = True) -> Position:
+        with self._lock:
+            if self._dispatcher is None:
+                return at
+            return replace(at, draw=self._dispatcher.draw, pending=tuple(self._outstanding()))
 
     def _next_request(self) -> Request | None:
         with self._lock:
             if self._closed or len(self._ready) + len(self._under_way) >= self._room:
                 return None
-            asked = self._cut.popleft() if self._cut else self._asker.ask()
-            self._under_way[asked.draw] = asked
-            return self._asker.request(self._engine, asked)
+            prompt = self._waiting.popleft() if self._waiting else self._dispatcher.ask()
+            self._under_way[prompt.draw] = prompt
+            return self._dispatcher.request(self._engine, prompt)
 
     def _latest(self) -> SamplerWeights:
         if self._closed:  # a sampler in this process asks before every call: nothing under way is waited for
@@ -216,7 +288,7 @@ class Async:
         try:
             with jax.set_mesh(self.learner.mesh):
                 while not self._closed:
-                    for request, group in self._engine.sample(self._next_request, self._latest):
+                    for request, group in self._timed(self._engine.sample(self._next_request, self._latest)):
                         self._take(request, group)
                         if self._closed:
                             return
@@ -230,14 +302,22 @@ class Async:
                 self._error = error
                 self._lock.notify_all()
 
+    def _timed(self, answers: Iterator[tuple[Request, Group]]) -> Iterator[tuple[Request, Group]]:
+        while True:
+            with self._sampling("sampling"):
+                one = next(answers, None)
+            if one is None:
+                return
+            yield one
+
     def _take(self, request: Request, group: Group) -> None:
-        asked = self._under_way[request.draw]
-        cut = any(a.finish == CANCELLED for a in group)
-        judged = None if cut else self._asker.judge(asked, request, group)
+        prompt = self._under_way[request.draw]
+        unfinished = any(a.finish == CANCELLED for a in group)
+        judged = None if unfinished else self._dispatcher.judge(prompt, request, group)
         with self._lock:
             del self._under_way[request.draw]
-            if cut:
-                self._cut.append(replace(asked, begun=group))
+            if unfinished:
+                self._waiting.append(replace(prompt, begun=group))
             else:
                 self._ready.append(judged)
             self._lock.notify_all()
@@ -247,7 +327,7 @@ class Async:
             self._closed = True
             self._lock.notify_all()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(CLOSING_S)
 
 
 MODES: dict[str, Callable[[Learner], Any]] = {"sync": Sync, "ahead": Ahead, "async": Async}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,8 +32,8 @@ from jaxrl_llm.learner.train_step import init_state, make_train_step
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.run import metrics
-from jaxrl_llm.run.checkpoint import Checkpoints
+from jaxrl_llm.run import folder, metrics
+from jaxrl_llm.run.checkpoint import Checkpoints, Damaged
 from jaxrl_llm.types import Rollouts, Task, TrainState
 
 LOG_EVERY = 50  # batches
@@ -59,13 +58,13 @@ def traces(task: Task, tokenizer: Tokenizer, prime: Prime, seed: int, start: int
         prompts, draws, _ = stream.take(batch * n, n)
         names = behaviours(prime, seed, batch)
         texts = tuple(task.trace(p, str(b), int(d)) for p, b, d in zip(prompts, names, draws, strict=True))
-        asked = [tokenizer.encode(p.text, p.question) for p in prompts]
-        answered = [[*tokenizer.encode(t), tokenizer.eos_ids[0]] for t in texts]
-        tokens = _pad(answered)
-        lengths = [np.array([len(t) for t in rows], np.int32) for rows in (asked, answered)]
+        questions = [tokenizer.encode(p.text, p.question) for p in prompts]
+        answers = [[*tokenizer.encode(t), tokenizer.eos_ids[0]] for t in texts]
+        tokens = _pad(answers)
+        lengths = [np.array([len(t) for t in rows], np.int32) for rows in (questions, answers)]
         finish = np.full(n, types.EOS)
         logp = np.zeros(tokens.shape, np.float32)
-        yield Rollouts(prompts, _pad(asked), lengths[0], tokens, logp, lengths[1], finish, texts, draws)
+        yield Rollouts(prompts, _pad(questions), lengths[0], tokens, logp, lengths[1], finish, texts, draws)
 
 
 def _pad(rows: list[list[int]]) -> np.ndarray:
@@ -77,8 +76,8 @@ def _pad(rows: list[list[int]]) -> np.ndarray:
 
 def made_of(config: Config) -> dict[str, Any]:
     """The part of the config that makes the base policy, as JSON."""
-    own = replace(config.prime, task=None)  # which of the two fields names the task makes no difference
-    data = configs.to_json(replace(config, task=config.prime.task or config.task, prime=own))
+    prime = replace(config.prime, task=None)  # which of the two fields names the task makes no difference
+    data = configs.to_json(replace(config, task=config.prime.task or config.task, prime=prime))
     made = {name: data[name] for name in ("model", "tokenizer", "prime", "task", "seed")}
     return made | {"prompt": data["algorithm"]["prompts"]["template"]}
 
@@ -91,49 +90,88 @@ def cache_key(config: Config) -> str:
     return digest.hexdigest()[:16]
 
 
-def prime(config: Config, folder: Path, mesh: Mesh, stopping: Callable[[], bool], say: Callable[[str], None]) -> Any:
-    """Parameters of the base policy, from `folder`, else from the cache, else trained into both.
+def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int], say: Callable[[str], None]) -> Any:
+    """Parameters of the base policy, from the folder `out`, else from the cache, else trained into both.
 
     The folder holds metrics.jsonl, the checkpoint and base.json, which says what it is made of. A stage that was
-    interrupted goes on where it stopped; returns None when `stopping()` interrupts it now.
+    interrupted goes on where it stopped; returns None when `stopping()` interrupts it now. What is damaged is renamed
+    `….damaged` and made anew; of two runs that need one base, the second waits for the first.
     Raises ValueError when the folder holds another base policy, or when the task has no traces to learn from.
     """
-    total = sum(s.batches for s in config.prime.stages)
     cached = cache_folder() / cache_key(config)
-    if not folder.exists() and cached.exists():
-        say(f"base policy from {cached}")
-        shutil.copytree(cached, folder)
-    _claim(folder, made_of(config))
+
+    def wait(holder: str) -> bool:
+        nonlocal waiting
+        if not waiting:
+            say(f"the base policy is being made by {holder}: waiting for it")
+        waiting = True
+        return not stopping()
+
+    waiting = False
+    with contextlib.ExitStack() as stack:
+        if not out.exists():
+            with contextlib.suppress(OSError):  # without a cache that can be written nothing is shared
+                cached.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(folder.lock(cached.with_name(f"{cached.name}.lock"), wait))
+        while not stopping():
+            copied = not out.exists() and cached.exists()
+            if copied:
+                say(f"base policy from {cached}")
+                folder.copy_whole(cached, out)
+            try:
+                return _primed(config, out, cached, copied, mesh, stopping, say)
+            except Damaged as error:
+                for damaged in (out, cached) if copied else (out,):
+                    aside = damaged.with_name(f"{damaged.name}.damaged")
+                    say(f"{error}: {damaged} is kept as {aside} and made anew")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    damaged.rename(aside)
+        return None
+
+
+def _primed(
+    config: Config,
+    out: Path,
+    cached: Path,
+    copied: bool,
+    mesh: Mesh,
+    stopping: Callable[[], int],
+    say: Callable[[str], None],
+) -> Any:
+    """`prime` with the folder as it is. Raises Damaged; what was `copied` from the cache has to be finished."""
+    total = sum(s.batches for s in config.prime.stages)
+    _claim(out, made_of(config))
     tx = make_optimizer(config.prime.optimizer, total)
     state = init_state(config.model, tx, config.seed, mesh)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
-    found = checkpoints.restore(state, say)
-    done = found.step if found else 0
-    state = found.state if found else state
-    if done < total:
-        state, done = _train(config, state, done, checkpoints, folder, mesh, stopping, tx)
-        checkpoints.save(done, state, {})
-    checkpoints.close()
+    with contextlib.closing(Checkpoints(out / "checkpoints", keep=1)) as checkpoints:
+        found = checkpoints.restore(state, say)
+        state, done = (found.state, found.step) if found else (state, 0)
+        if copied and done < total:
+            raise Damaged(f"{cached}: no finished base policy")
+        if done < total:
+            state, done = _train(config, state, done, checkpoints, out, mesh, stopping, tx)
+            checkpoints.save(done, state, {})
     if done < total:
         return None
     if not cached.exists():
         with contextlib.suppress(OSError):  # a cache that cannot be written, or that another run has filled
-            partial_copy = cached.with_name(f"{cached.name}.{os.getpid()}")
-            shutil.copytree(folder, partial_copy)
-            partial_copy.rename(cached)
+            folder.copy_whole(out, cached)
     return state.params
 
 
-def _claim(folder: Path, recipe: dict[str, Any]) -> None:
-    """Write `recipe` to base.json; ValueError when the folder has one that differs."""
-    file = folder / "base.json"
-    folder.mkdir(parents=True, exist_ok=True)
+def _claim(out: Path, recipe: dict[str, Any]) -> None:
+    """Write `recipe` to base.json; Damaged when the folder has one without sense, ValueError when it differs."""
+    file = out / "base.json"
+    out.mkdir(parents=True, exist_ok=True)
     if not file.exists():
-        whole = file.with_suffix(".tmp")  # a kill must not leave half a file
-        whole.write_text(json.dumps(recipe, indent=1) + "\n")
-        whole.replace(file)
-    elif differs := configs.differences(json.loads(file.read_text()), recipe):
-        raise ValueError(f"{folder} holds another base policy ({'; '.join(differs)}); expected a new folder")
+        folder.write_whole(file, json.dumps(recipe, indent=1) + "\n")
+        return
+    try:
+        kept = json.loads(file.read_text())
+    except ValueError as error:
+        raise Damaged(f"{file}: {error}") from error
+    if differs := configs.differences(kept, recipe):
+        raise ValueError(f"{out} holds another base policy ({'; '.join(differs)}); expected a new folder")
 
 
 def _train(
@@ -141,9 +179,9 @@ def _train(
     state: TrainState,
     start: int,
     checkpoints: Checkpoints,
-    folder: Path,
+    out: Path,
     mesh: Mesh,
-    stopping: Callable[[], bool],
+    stopping: Callable[[], int],
     tx: optax.GradientTransformation,
 ) -> tuple[TrainState, int]:
     recipe, total = config.prime, sum(s.batches for s in config.prime.stages)
@@ -156,7 +194,7 @@ def _train(
     train_step = make_train_step(config.model, SUPERVISED, tx, micro_batches=config.micro_batches)
     ones = np.ones((recipe.traces_per_batch, 1), np.float32)
     size = length = done = 0
-    with metrics.RunLog(folder, start or None) as log, metrics.Progress(total - start, "priming") as progress:
+    with metrics.RunLog(out, start or None) as log, metrics.Progress(total - start, "priming") as progress:
         for done, batch in enumerate(traces(task, tokenizer, recipe, config.seed, start), start + 1):
             # shapes only grow, so that there are few of them
             size = max(size, bucket(int(batch.prompt_lengths.max()) - 1))

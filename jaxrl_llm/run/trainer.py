@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import json
+import math
 import os
-import shlex
-import shutil
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,21 @@ import numpy as np
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
 from jaxrl_llm.learner.learner import Learner, build, fresh_state, learn_batch, update, update_critic
+from jaxrl_llm.learner.optim import updates_applied
 from jaxrl_llm.models.transformer import ModelConfig
-from jaxrl_llm.run import evals, metrics, sft
+from jaxrl_llm.run import evals, folder, metrics, sft
 from jaxrl_llm.run.checkpoint import Checkpoints
 from jaxrl_llm.run.modes import MODES, Position
+from jaxrl_llm.run.stopping import Stopped, stop_on_signals
 from jaxrl_llm.sampler import client, groups, weights
 from jaxrl_llm.sampler.client import RemoteEngine
 from jaxrl_llm.sampler.decode import LocalEngine, push_weights
 from jaxrl_llm.sampler.groups import PendingPrompt, ScoredBatch
 from jaxrl_llm.sampler.requests import Answer
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.types import LENGTH, TrainState
+from jaxrl_llm.types import LENGTH, Reward, TrainState, expect
+
+SURE = 100  # held-out answers, all wrong, after which a base policy is taken to know nothing
 
 
 def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") -> Any:
@@ -128,7 +130,7 @@ def sample_rows(scored: ScoredBatch, n: int) -> list[dict[str, Any]]:
 
 
 def one_step(
-    learner: Learner, state: TrainState, engine: Any, at: Position, schedule: Any
+    learner: Learner, state: TrainState, engine: Any, at: Position, mode: Any
 ) -> tuple[TrainState, Any, Position, ScoredBatch, dict[str, float]]:
     """Sample, score, learn, push: the state and the sampler one step on, and what the step measured.
 
@@ -138,7 +140,7 @@ def one_step(
     critic = learner.config.algorithm.critic
     learned: dict[str, float] = {}
     with watch("step"):
-        scored, after = schedule.next(engine, at, watch)
+        scored, after = mode.next(engine, at, watch)
         answers, version = scored.rollouts, engine.version
         if learner.config.rollout.zero_gap:
             with watch("rescore"):
@@ -157,7 +159,9 @@ def one_step(
     trained = int(answers.lengths.sum() + answers.prompt_lengths.sum())
     row = rollout_metrics(scored, version) | learned
     row |= {f"perf/{stage}_s": s for stage, s in seconds.items()}
-    row["perf/rollout_tokens_per_s"] = sampled / seconds["rollout"]
+    row["lr"] = float(learner.learning_rate(max(0, updates_applied(state.opt_state) - 1)))
+    sampling = seconds.get("sampling", seconds["rollout"])
+    row["perf/rollout_tokens_per_s"] = sampled / sampling if sampling else math.nan
     row["perf/train_tokens_per_s"] = trained / seconds["train"]
     row["perf/push_bytes"] = float(engine.bytes)
     return state, engine, after, scored, row
@@ -166,157 +170,147 @@ def one_step(
 # --- the run ------------------------------------------------------------------------------------------------------
 
 
-# What --resume may change: it alters no number of the run. (So may `steps`, unless a schedule or a curriculum has it.)
-FREE_ON_RESUME = ("checkpoint.", "logged_samples", "rollout.max_rounds", "rollout.tokens_per_call", "rollout.servers")
-FREE_ON_RESUME += ("compile_cache",)
-
-
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask to stop after the step under way; a second Ctrl-C stops at once."""
-    asked = False
-
-    def handler(number: int, _: Any) -> None:
-        nonlocal asked
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked = True
-
-    before = {n: signal.signal(n, handler) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: asked
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-def prepare_folder(config: Config, out: Path, resume: bool, source: Path | None) -> None:
-    """The run's folder with config.json and a copy of the experiment; ValueError when it cannot be used."""
-    kept = out / "config.json"
-    data = configs.to_json(config)
-    if resume:
-        if not kept.is_file():
-            raise ValueError(f"--resume: {kept} is missing; expected the folder of an earlier run")
-        critic = config.algorithm.critic
-        schedules = {config.optimizer.schedule, critic.optimizer.schedule if critic else "constant"}
-        steps_matter = schedules != {"constant"} or config.rollout.difficulty is not None
-        free = FREE_ON_RESUME + (() if steps_matter else ("steps",))
-        changed = [d for d in configs.differences(json.loads(kept.read_text()), data) if not d.startswith(free)]
-        if changed:
-            raise ValueError(f"--resume: the config differs from the run's in {'; '.join(changed)}")
-    elif any((out / "checkpoints").glob("[0-9]*")):
-        raise ValueError(f"--out {out}: holds a run already; expected --resume or another folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(data, indent=1) + "\n")
-        if source is not None and source.suffix == ".py" and source.resolve() != (out / source.name).resolve():
-            shutil.copyfile(source, out / source.name)
-    except OSError as error:
-        raise ValueError(f"--out {out}: cannot be written ({error.strerror}); expected a writable folder") from error
-
-
-def train(config: Config, out: Path, *, resume: bool = False, source: Path | None = None) -> bool:
-    """Run an experiment into `out`. True when it is done, False when a signal stopped it (then it can be resumed)."""
-    prepare_folder(config, out, resume, source)
-    learner = build(config)
-    learner.tokenizer.save(out / "tokenizer")
-    with jax.set_mesh(learner.mesh), stop_on_signals() as stopping:
-        base = None
-        if config.prime is not None:
-            base = sft.prime(config, out / "base", learner.mesh, stopping, print)
-            if base is None:
-                return False
-        state = fresh_state(learner, base)
-        if config.algorithm.needs_reference and state.reference is None:
-            learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
-        checkpoints = Checkpoints(out / "checkpoints", config.checkpoint.keep)
-        try:
-            return _loop(learner, state, out, checkpoints, resume, stopping)
-        finally:
-            checkpoints.close()
-
-
-def _host(config: Config, at: Position) -> dict[str, Any]:
-    """The position and the config, as a checkpoint keeps them."""
-    solved = {str(index): list(counts) for index, counts in at.solved.items()}
-    answer = lambda a: [a.tokens.tolist(), a.logp.tolist(), a.versions.tolist(), a.finish]
-    pending = [[p.draw, p.index, [answer(a) for a in p.begun]] for p in at.pending]
-    return {
-        "draw": at.draw,
-        "solved": solved,
-        "pending": pending,
-        "seed": config.seed,
-        "config": configs.to_json(config),
-    }
-
-
-def _position(step: int, host: dict[str, Any]) -> Position:
-    """The inverse of `_host`."""
-    solved = {int(index): tuple(counts) for index, counts in host["solved"].items()}
-    kinds = (np.int32, np.float32, np.int32)
-    answer = lambda a: Answer(*(np.array(x, k) for x, k in zip(a, kinds, strict=False)), a[3])
-    pending = tuple(
-        PendingPrompt(draw, index, tuple(answer(a) for a in begun)) for draw, index, begun in host["pending"]
-    )
-    return Position(step, host["draw"], solved, pending)
+def train(config: Config, out: Path, *, resume: bool = False, source: Path | None = None) -> None:
+    """Run an experiment into `out`. Raises Stopped when a signal ended it early; then it can be resumed."""
+    with folder.opened(config, out, resume), stop_on_signals() as stopping:
+        if not resume:  # else once it is known that there is something to resume
+            folder.record(config, out, source)
+        learner = build(config)
+        with jax.set_mesh(learner.mesh):
+            base = None
+            if config.prime is not None:
+                base = sft.prime(config, out / "base", learner.mesh, stopping, print)
+                if base is None:
+                    raise Stopped(stopping())
+            state = fresh_state(learner, base)
+            if config.algorithm.needs_reference and state.reference is None:
+                learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
+            checkpoints, at = Checkpoints(out / "checkpoints", config.checkpoint.keep), Position()
+            with contextlib.closing(checkpoints):
+                found = checkpoints.restore(state, print) if resume else None
+                if found:
+                    state, at = found.state, _position(found.step, found.host)
+                    expected = f"at least {at.step}, the steps that the run has behind it"
+                    expect(at.step <= config.total_steps, "--resume: steps", config.steps, expected)
+                    folder.compare_machine(found.host.get("machine", {}))
+                if resume:
+                    folder.record(config, out, source)
+                learner.tokenizer.save(out / "tokenizer")
+                with metrics.RunLog(out, at.step if found else None) as log:
+                    at = _loop(
+                        learner, state, at, log, checkpoints, stopping, f"{socket.gethostname()}:{out.resolve()}"
+                    )
+        if at.step < config.total_steps:
+            raise Stopped(stopping())
 
 
 def _loop(
-    learner: Learner, state: TrainState, out: Path, checkpoints: Checkpoints, resume: bool, stopping: Callable[[], bool]
-) -> bool:
-    config, total = learner.config, learner.config.total_steps
-    found = checkpoints.restore(state, print) if resume else None
-    at = Position()
-    if found:
-        state, at = found.state, _position(found.step, found.host)
-    run = f"{socket.gethostname()}:{out.resolve()}"  # the same when it resumes
-    engine, schedule = make_engine(learner, state.params, at.step, run), MODES[config.rollout.mode](learner)
+    learner: Learner,
+    state: TrainState,
+    at: Position,
+    log: metrics.RunLog,
+    checkpoints: Checkpoints,
+    stopping: Callable,
+    run: str,
+) -> Position:
+    """Steps until the last one, or until a signal; the position then, whose checkpoint is saved.
+
+    run: what tells this learner from others at a sampler's server, also when it resumes.
+    """
+    config, total, skipped = learner.config, learner.config.total_steps, 0
+    engine, mode = make_engine(learner, state.params, at.step, run), MODES[config.rollout.mode](learner)
+
+    def save(wait: bool) -> None:
+        if at.step and at.step not in checkpoints.steps():
+            checkpoints.save(at.step, state, _host(config, mode.settled(at, wait)))
+
     try:
-        with (
-            metrics.RunLog(out, at.step if found else None) as log,
-            metrics.Progress(total - at.step, "training") as progress,
-        ):
-            if not found:
-                row = evaluate_policy(learner, engine)
-                log.log(0, row)
-                progress.line(f"base policy: held-out accuracy {row['eval/accuracy']:.1%}")
-            try:
-                while at.step < total and not stopping():
-                    state, engine, at, scored, row = one_step(learner, state, engine, at, schedule)
-                    row["lr"] = float(learner.learning_rate(max(0, int(state.step) - 1)))
+        with metrics.Progress(total - at.step, "training") as progress:
+            if at.step == 0:
+                progress.line(_measure_base(learner, engine, log))
+            while at.step < total and not stopping():
+                state, engine, at, scored, row = one_step(learner, state, engine, at, mode)
+                skipped = skipped + 1 if 1 in (row.get("skipped"), row.get("critic/skipped")) else 0
+                try:
                     if at.step == total or (config.evaluation.every and at.step % config.evaluation.every == 0):
                         row |= evaluate_policy(learner, engine)
-                    row["perf/compilations"] = metrics.compilations()
+                finally:  # what the step has measured is kept also when its evaluation raises
                     log.samples(at.step, sample_rows(scored, config.logged_samples))
-                    log.log(at.step, row)
-                    progress.line(metrics.step_line(at.step, total, row))
-                    progress.advance()
-                    if at.step % config.checkpoint.every == 0:
-                        checkpoints.save(at.step, state, _host(config, at))
-            finally:  # also when a reward raises or the group filter gives up; a failed update has used up its state
-                if at.step and not any(x.is_deleted() for x in jax.tree.leaves(state)):
-                    checkpoints.save(at.step, state, _host(config, at))
+                    log.log(at.step, row | {"perf/compilations": metrics.compilations()})
+                progress.line(metrics.step_line(at.step, total, row))
+                progress.advance()
+                if config.abort_after and skipped == config.abort_after:
+                    raise Diverged(_divergence(row, at.step, skipped, checkpoints.steps()))
+                if at.step % config.checkpoint.every == 0 and not skipped:
+                    save(True)
+        save(True)
+        return at
+    except BaseException as error:  # a reward that raises, a group filter that gives up, a second signal, a full disk
+        whole = not any(x.is_deleted() for x in jax.tree.leaves(state))  # a step that fails has donated its state
+        if whole and not isinstance(error, Diverged):
+            try:
+                save(False)
+                checkpoints.wait()
+            except OSError as second:
+                raise OSError(f"{error}; and {second}") from error
+        raise
     finally:
         engine.close()  # first, so that nobody waits for its answers
-        schedule.close()
-    return at.step == total
+        mode.close()
 
 
-def prime_only(config: Config, out: Path, *, source: Path | None = None) -> dict[str, float] | None:
-    """The supervised stage alone, into out/base, and the base policy's evaluation; None when a signal stopped it."""
-    prepare_folder(config, out, False, source)
-    learner = build(config)
-    learner.tokenizer.save(out / "tokenizer")
-    with jax.set_mesh(learner.mesh), stop_on_signals() as stopping:
-        base = sft.prime(config, out / "base", learner.mesh, stopping, print)
-        return None if base is None else evaluate_policy(learner, make_engine(learner, base))
+class Diverged(RuntimeError):
+    """Too many steps in a row changed nothing."""
 
 
-def evaluate_policy(learner: Learner, engine: Any) -> dict[str, float]:
-    """Held-out accuracy and lengths as the config's evaluation says."""
+def _divergence(row: dict[str, float], step: int, skipped: int, saved: list[int]) -> str:
+    names = [n for n in ("loss", "grad_norm", "critic/loss", "critic/grad_norm") if not np.isfinite(row.get(n, 0.0))]
+    why = f"{' and '.join(names)} not finite" if names else "no token had weight"
+    good = f"step {saved[-1]}" if saved else "none yet"
+    steps = f"steps {step - skipped + 1} to {step} changed nothing"
+    return f"{steps} ({why}): abort_after = {skipped}. Last checkpoint: {good}"
+
+
+def _measure_base(learner: Learner, engine: Any, log: metrics.RunLog) -> str:
+    """Log the policy that the run begins with; a line for the terminal.
+
+    Raises RuntimeError when no answer is right and no group of such answers passes the group filter.
+    """
+    row, rewards = _evaluated(learner, engine)
+    log.log(0, row)
+    a, size = learner.config.algorithm, learner.config.rollout.group_size
+    line = f"base policy: held-out accuracy {row['eval/accuracy']:.1%}"
+    if row["eval/accuracy"] > 0:
+        return line
+    line += f" (0 of {len(rewards)}): there may be nothing to learn from"
+    shaped = a.shaping.reward or a.shaping.format_reward or a.shaping.length_reward
+    parts = [rewards[i : i + size] for i in range(0, len(rewards) - size + 1, size)]
+    passes = lambda part: groups.passes_filter(a.group_filter, part, np.array([r.value for r in part], np.float32))
+    if len(rewards) >= SURE and a.prompts.resample and not shaped and not any(map(passes, parts)):
+        raise RuntimeError(
+            f"base policy: 0 of {len(rewards)} held-out answers are correct, and algorithm.group_filter keeps no group "
+            "of such: nothing to learn from; expected easier problems, a base policy (prime), or no group filter"
+        )
+    return line
+
+
+def prime_only(config: Config, out: Path, *, source: Path | None = None) -> dict[str, float]:
+    """The supervised stage alone, into out/base, and the base policy's evaluation. Raises Stopped on a signal."""
+    with folder.opened(config, out, False), stop_on_signals() as stopping:
+        folder.record(config, out, source)
+        learner = build(config)
+        learner.tokenizer.save(out / "tokenizer")
+        with jax.set_mesh(learner.mesh):
+            base = sft.prime(config, out / "base", learner.mesh, stopping, print)
+            if base is None:
+                raise Stopped(stopping())
+            return evaluate_policy(learner, make_engine(learner, base))
+
+
+def _evaluated(learner: Learner, engine: Any) -> tuple[dict[str, float], list[Reward]]:
     e, watch = learner.config.evaluation, metrics.Stopwatch()
     with watch("eval"):
-        row, _, _ = evals.evaluate(
+        row, _, rewards = evals.evaluate(
             engine,
             learner.task,
             problems=e.problems,
@@ -324,7 +318,40 @@ def evaluate_policy(learner: Learner, engine: Any) -> dict[str, float]:
             seed=learner.config.seed,
             max_prompt_tokens=learner.config.rollout.max_prompt_tokens,
         )
-    return row | {"perf/eval_s": watch.seconds()["eval"]}
+    return row | {"perf/eval_s": watch.seconds()["eval"]}, rewards
+
+
+def evaluate_policy(learner: Learner, engine: Any) -> dict[str, float]:
+    """Held-out accuracy and lengths as the config's evaluation says."""
+    return _evaluated(learner, engine)[0]
+
+
+def _host(config: Config, at: Position) -> dict[str, Any]:
+    """The position and the config, as a checkpoint keeps them."""
+    solved = {str(index): list(counts) for index, counts in at.solved.items()}
+    packed = lambda x: base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()
+    answer = lambda a: [packed(a.tokens), packed(a.logp), packed(a.versions), a.finish]
+    pending = [[p.draw, p.index, [answer(a) for a in p.begun]] for p in at.pending]
+    return {
+        "draw": at.draw,
+        "solved": solved,
+        "pending": pending,
+        "seed": config.seed,
+        "config": configs.to_json(config),
+        "machine": folder.machine(),
+    }
+
+
+def _position(step: int, host: dict[str, Any]) -> Position:
+    """The inverse of `_host`."""
+    solved = {int(index): tuple(counts) for index, counts in host["solved"].items()}
+    kinds = (np.int32, np.float32, np.int32)
+    unpacked = lambda x, kind: np.frombuffer(base64.b64decode(x), kind)
+    answer = lambda a: Answer(*(unpacked(x, kind) for x, kind in zip(a, kinds, strict=False)), a[3])
+    pending = tuple(
+        PendingPrompt(draw, index, tuple(answer(a) for a in begun)) for draw, index, begun in host["pending"]
+    )
+    return Position(step, host["draw"], solved, pending)
 
 
 def load_state(run: Path) -> tuple[Learner, TrainState, int]:
@@ -332,6 +359,8 @@ def load_state(run: Path) -> tuple[Learner, TrainState, int]:
     kept = run / "config.json"
     if not kept.is_file():
         raise ValueError(f"run {run}: config.json is missing; expected the folder of a run")
+    for line in folder.edited(run):
+        print(line, file=sys.stderr)
     config = configs.load(kept)
     learner = build(replace(config, rollout=replace(config.rollout, servers=())))
     with jax.set_mesh(learner.mesh):
@@ -347,18 +376,3 @@ def load_policy(run: Path) -> tuple[Learner, Any, int]:
     learner, state, step = load_state(run)
     with jax.set_mesh(learner.mesh):
         return learner, make_engine(learner, state.params), step
-
-
-def resume_command(source: Path | None, out: Path, assignments: tuple[str, ...], algorithm: str | None = None) -> str:
-    """The shell command that goes on with a run."""
-    words = [
-        "jaxrl",
-        "train",
-        str(source),
-        *(() if algorithm is None else ("--algorithm", algorithm)),
-        *(w for a in assignments for w in ("--set", a)),
-        "--resume",
-        "--out",
-        str(out),
-    ]
-    return shlex.join(words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -90,17 +91,28 @@ def sampler_logprobs(engine: Any, answers: Rollouts, *, seed: int) -> np.ndarray
 
 
 def score(task: Task, rollouts: Rollouts) -> list[Reward]:
-    """The verifier's word on each answer. A verifier that raises or returns NaN is an error that names the prompt."""
+    """The verifier's word on each answer.
+
+    Raises ValueError with the prompt, the response and the verifier's line when it raises (sys.exit is no way out
+    either), and when it returns anything but a finite Reward.
+    """
     rewards = []
     for i, (text, finish) in enumerate(zip(rollouts.texts, rollouts.finish, strict=True)):
         prompt = rollouts.prompts[i // rollouts.group_size]
+        context = f"(prompt {prompt.text[-200:]!r}, response {text[-200:]!r})"
         try:
             reward = task.reward(prompt, text, str(finish))
             sound = isinstance(reward, Reward) and math.isfinite(reward.value)
-        except Exception as error:
-            raise ValueError(f"reward of prompt {prompt.id} raised {type(error).__name__}: {error}") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            at = [f for f in frames if f.filename == frames[min(1, len(frames) - 1)].filename][-1]  # in the verifier
+            what = f"reward of prompt {prompt.id} raised {type(error).__name__}: {error}"
+            raise ValueError(f"{what} at {at.filename}:{at.lineno} {context}") from error
         if not sound:
-            raise ValueError(f"reward of prompt {prompt.id} is {reward!r}; expected a Reward with a finite value")
+            what = f"reward of prompt {prompt.id} is {reward!r}; expected a Reward with a finite value"
+            raise ValueError(f"{what} {context}")
         rewards.append(reward)
     return rewards
 

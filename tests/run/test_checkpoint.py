@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.run.checkpoint import Checkpoints, checksums
+from jaxrl_llm.run import checkpoint
+from jaxrl_llm.run.checkpoint import Checkpoints, Damaged, checksums
 from jaxrl_llm.types import TrainState
 
 
@@ -191,13 +192,76 @@ def test_the_step_of_a_damaged_checkpoint_can_be_written_again_and_the_damaged_o
     same(found.state, state(9))
 
 
-def test_all_damaged_is_none(run):
+def test_all_damaged_is_an_error_that_lists_them_and_changes_nothing(run):
     flip(largest(run / "2"), 0.5)
     largest(run / "3").write_bytes(b"")
-    found, told = restore(run)
-    assert found is None
-    assert [t.split(" cannot")[0] for t in told] == ["checkpoint 3", "checkpoint 2"]
-    assert sorted(p.name for p in run.iterdir()) == ["2.unreadable", "3.unreadable"]
+    before = [(p, p.read_bytes()) for p in files(run)]
+    with pytest.raises(Damaged, match=r"no checkpoint is whole \(3: .*; 2: Damaged: the checksum of .*\); expected"):
+        restore(run)
+    assert [(p, p.read_bytes()) for p in files(run)] == before
+
+
+def test_nothing_but_what_an_earlier_version_put_aside_is_an_error_too(run):
+    for step in (2, 3):
+        (run / str(step)).rename(run / f"{step}.unreadable")
+    with pytest.raises(Damaged, match=r"no checkpoint is whole \(2.unreadable; 3.unreadable\)"):
+        restore(run)
+
+
+def loop(file):
+    """A file that is there and cannot be opened, even by root."""
+    file.unlink()
+    file.symlink_to(file.name)
+
+
+def io_error(monkeypatch, file):
+    """The system fails to read this one file of those that Python opens."""
+    true_open = open
+
+    def fails(path, *args, **kwargs):
+        if str(path).endswith(file):
+            raise OSError(5, "Input/output error", str(path))
+        return true_open(path, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", fails)
+    monkeypatch.setattr("io.open", fails)
+
+
+PASSES = {  # what says nothing about the files
+    "data that cannot be opened": lambda run, patch: loop(largest(run / "3")),
+    "a manifest that cannot be opened": lambda run, patch: loop(run / "3" / "state" / "manifest.ocdbt"),
+    "an I/O error of the host's file": lambda run, patch: io_error(patch, "host/metadata"),
+    "no memory": lambda run, patch: patch.setattr(checkpoint, "checksums", raises(MemoryError())),
+    "no device memory": lambda run, patch: patch.setattr(
+        checkpoint, "checksums", raises(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    ),
+    "an error of ours": lambda run, patch: patch.setattr(checkpoint, "checksums", raises(TypeError("no"))),
+}
+
+
+def raises(error):
+    def fails(*_, **__):
+        raise error
+
+    return fails
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # reads that Orbax gave up
+@pytest.mark.parametrize("happens", PASSES.values(), ids=PASSES.keys())
+def test_what_may_pass_is_an_error_and_puts_no_checkpoint_aside(run, monkeypatch, happens):
+    happens(run, monkeypatch)
+    names = sorted(p.relative_to(run) for p in run.rglob("*"))
+    with pytest.raises(RuntimeError, match=r"checkpoint .*/run/3: .*; nothing was changed"):
+        restore(run)
+    assert sorted(p.relative_to(run) for p in run.rglob("*")) == names
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(run, monkeypatch):
+    checkpoints = Checkpoints(run)
+    full = raises(OSError(28, "No space left on device"))
+    monkeypatch.setattr(checkpoints._manager, "save", full)
+    with pytest.raises(OSError, match=r"checkpoint 7 in .*run was not written \(OSError: .*No space left"):
+        checkpoints.save(7, state(7), {})
 
 
 def test_a_half_written_folder_is_ignored(run):

@@ -132,7 +132,7 @@ def test_a_checkpoint_keeps_what_is_pending():
     again = trainer._position(at.step, kept)
     assert (again.step, again.draw) == (at.step, at.draw)
     for a, b in zip(at.pending, again.pending, strict=True):
-        assert (a.draw, a.place) == (b.draw, b.place)
+        assert (a.draw, a.index) == (b.draw, b.index)
         for x, y in zip(a.begun, b.begun, strict=True):
             assert x.finish == y.finish
             for name in ("tokens", "logp", "versions"):
@@ -166,3 +166,94 @@ def test_closing_waits_for_no_answer():
         feed.next(engine, Position(), metrics.Stopwatch())
         feed.close()
     assert not feed._thread.is_alive()
+
+
+@pytest.mark.parametrize("budget", [0, 4])
+def test_one_batch_ahead_resumes_bit_for_bit(budget):
+    """A checkpoint after two steps, read again: the steps from there are those of the run that went on."""
+    config = replace(CONFIG, steps=5)
+    config = replace(config, rollout=replace(config.rollout, mode="ahead", max_rounds=40, budget=budget))
+    learner = trainer.build(replace(config, algorithm=replace(PLAIN, group_filter=filters.mixed)))
+    coin = lambda p, text, f: Reward(float(len(text) % 2), len(text) % 2 == 0)
+    learner = replace(learner, task=replace(learner.task, reward=coin))
+    with jax.set_mesh(learner.mesh):
+        state, at, kept, runs = trainer.fresh_state(learner), Position(), None, []
+        for resumed in (False, True):
+            if resumed:
+                params, host = kept
+                state, at = params, trainer._position(2, json.loads(json.dumps(host)))
+            engine, feed, run = trainer.make_engine(learner, state.params, at.step), MODES["ahead"](learner), []
+            while at.step < 5:
+                state, engine, at, batch, row = trainer.one_step(learner, state, engine, at, feed)
+                if at.step == 2:
+                    kept = jax.tree.map(np.array, state), trainer._host(learner.config, feed.settled(at))
+                run.append((batch, at, {k: v for k, v in row.items() if not k.startswith("perf/")}))
+            feed.close()
+            runs.append(run[-3:])
+    for (a, at, one), (b, again, two) in zip(*runs, strict=True):
+        assert one == two
+        assert one["staleness/max"] >= 1
+        assert a.all_rollouts.draws.tolist() == b.all_rollouts.draws.tolist()
+        for name in ("tokens", "sampler_logp", "versions"):
+            np.testing.assert_array_equal(getattr(a.rollouts, name), getattr(b.rollouts, name))
+        assert (at.step, at.draw, at.solved) == (again.step, again.draw, again.solved)
+        assert [(p.draw, len(p.begun)) for p in at.pending] == [(p.draw, len(p.begun)) for p in again.pending]
+
+
+def test_all_the_time_a_checkpoint_keeps_the_answers_that_are_finished():
+    config = replace(CONFIG, rollout=replace(CONFIG.rollout, mode="async", max_staleness=3), steps=9)
+    learner = trainer.build(config)
+    with jax.set_mesh(learner.mesh):
+        engine, feed = trainer.make_engine(learner, trainer.fresh_state(learner).params), MODES["async"](learner)
+        _, at = feed.next(engine, Position(), metrics.Stopwatch())
+        with feed._lock:
+            while len(feed._ready) < 4:
+                feed._lock.wait()
+            ready = {judged.prompt.draw: judged.rollouts for judged in feed._ready}
+            begun = {p.draw: p.begun for p in feed._outstanding()}
+        feed.close()
+        at = feed.settled(at)
+        again = MODES["async"](learner)
+        batch, _ = again.next(engine, trainer._position(1, trainer._host(config, at)), metrics.Stopwatch())
+        again.close()
+    for draw, rollouts in ready.items():
+        assert [a.tokens.tolist() for a in begun[draw]] == [
+            rollouts.tokens[i, :n].tolist() for i, n in enumerate(rollouts.lengths)
+        ]
+    for p, draw in enumerate(batch.rollouts.draws.tolist()):
+        np.testing.assert_array_equal(batch.rollouts.sampler_logp[2 * p, :1], ready[draw].sampler_logp[0, :1])
+
+
+def test_tokens_per_second_are_those_of_the_sampling_not_of_the_wait():
+    _, seen = run("ahead", steps=3)
+    for batch, _, row in seen:
+        tokens = batch.all_rollouts.lengths.sum()
+        np.testing.assert_allclose(row["perf/rollout_tokens_per_s"], tokens / row["perf/sampling_s"])
+    _, seen = run("async", steps=3)
+    assert all("perf/sampling_s" in row for *_, row in seen)
+
+
+def test_a_verifier_that_hangs_is_not_waited_for(monkeypatch):
+    import threading
+    import time
+
+    from jaxrl_llm.run import modes
+
+    monkeypatch.setattr(modes, "CLOSING_S", 0.1)
+    hang, started = threading.Event(), threading.Event()
+    for name in ("ahead", "async"):
+        learner = trainer.build(replace(CONFIG, rollout=replace(CONFIG.rollout, mode=name)))
+        hangs = lambda p, text, f: (started.set(), hang.wait(60), Reward(0.0, False))[2]
+        learner = replace(learner, task=replace(learner.task, reward=hangs))
+        with jax.set_mesh(learner.mesh):
+            engine = trainer.make_engine(learner, trainer.fresh_state(learner).params)
+            feed = MODES[name](learner)
+            threading.Thread(
+                target=lambda f=feed, e=engine: f.next(e, Position(), metrics.Stopwatch()), daemon=True
+            ).start()
+            assert started.wait(60)
+            begun = time.monotonic()
+            feed.close()
+            assert time.monotonic() - begun < 5
+        started.clear()
+    hang.set()
