@@ -25,9 +25,10 @@ PAGES = {p.name: p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "do
 WRITTEN = {name: text for name, text in PAGES.items() if name != "algorithms.md"}
 ADDING = re.findall(r"```python\n(# (\S+)\n.*?)```", PAGES["adding.md"], re.DOTALL)  # code, path
 
-# What a run writes, what the reader writes, and what the first launch script makes: none of it is in the repository.
+# What a run writes (perf/ among its metrics), what the reader writes, and what the first launch script makes: none of it
+# is in the repository.
 OF_A_RUN = {"config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "gap.json", "gap.png", "base.json"}
-OF_A_RUN |= {"tensorboard/", "checkpoints/", "tokenizer/", "base/", "perf/"}
+OF_A_RUN |= {"tensorboard/", "checkpoints/", "tokenizer/", "base/", "perf/", "runs/"}
 OF_THE_READER = {"my.py", "problems.jsonl", "other.jsonl", "tpu_scripts/"} | {path for _, path in ADDING}
 
 
