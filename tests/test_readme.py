@@ -25,7 +25,7 @@ PAGES = {p.name: p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "do
 WRITTEN = {name: text for name, text in PAGES.items() if name != "algorithms.md"}
 ADDING = re.findall(r"```python\n(# (\S+)\n.*?)```", PAGES["adding.md"], re.DOTALL)  # code, path
 
-# What a run writes (perf/ among its metrics), what the reader writes, and what the first launch script makes: none of it
+# What a run writes (perf/ in its metrics), what the reader writes, and what the first launch script makes: none of it
 # is in the repository.
 OF_A_RUN = {"config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "gap.json", "gap.png", "base.json"}
 OF_A_RUN |= {"tensorboard/", "checkpoints/", "tokenizer/", "base/", "perf/", "runs/"}
