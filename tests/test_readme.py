@@ -49,6 +49,7 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in found]
 
 
+COMMANDS = {"train", "sft", "eval", "sample", "serve", "gap", "show", "algorithms"}
 every_page = pytest.mark.parametrize("page", WRITTEN)
 
 
@@ -204,7 +205,8 @@ def helped(command: str, monkeypatch, capsys) -> str:
     with pytest.raises(SystemExit) as ended:
         cli.main()
     out = capsys.readouterr().out
-    assert ended.value.code in (0, None), f"jaxrl {command}"
+    assert ended.value.code in (0, None), command
+    assert re.search(rf"jaxrl {command}\b", out), f"no command {command}: the help is that of jaxrl"
     return out
 
 
@@ -250,13 +252,21 @@ def test_what_is_set_can_be_set(page):
                 config.override(config.load(ROOT / f"experiments/{name}.py"), assignment)
 
 
+def test_the_options_that_pages_name_exist(monkeypatch, capsys):
+    known = "".join(helped(command, monkeypatch, capsys) for command in COMMANDS)
+    known += "".join(p.read_text() for p in (ROOT / "experiments").rglob("*.py"))
+    for page, text in WRITTEN.items():
+        for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", " ".join(spans(text))):
+            assert option in known, f"{page}: {option}"
+
+
 def test_commands_are_found():
     found = commands(
         "```\nA=1 jaxrl train x.py \\\n    --set a=1  # why\njaxrl eval RUN   what it says\n```\n`make test`"
     )
     assert found == [["jaxrl", "train", "x.py", "--set", "a=1"], ["jaxrl", "eval", "RUN"], ["make", "test"]]
     told = {words[1] for page in WRITTEN.values() for words in commands(page) if words[0] == "jaxrl"}
-    assert {"train", "sft", "eval", "sample", "serve", "gap", "show", "algorithms"} <= told
+    assert told == COMMANDS
 
 
 # --- the door -----------------------------------------------------------------------------------------------------
