@@ -18,6 +18,7 @@ import jaxrl_llm
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Checkpoint, Config, Evaluation, Mesh, Prime, Rollout, Stage, functions, override, validate
 from jaxrl_llm.data import datasets, tasks, tokenizers
+from jaxrl_llm.data.cache import cache_folder
 from jaxrl_llm.learner import learner
 from jaxrl_llm.models.transformer import ModelConfig, RopeScaling
 from jaxrl_llm.objective import advantages, filters, losses
@@ -386,12 +387,12 @@ def _short_reward():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"task": lambda: []}, r"type\(task\(\)\) is 'list'; expected jaxrl_llm.types.Task"),
-        ({"task": _no_reward}, r"task\(\).reward is None; expected a function of prompt, response and finish"),
+        ({"task": lambda: []}, r"task\(\) is 'list'; expected types.Task\(train, test, reward\)"),
+        ({"task": _no_reward}, r"task\(\).reward is None; expected a function \(prompt, text, finish\) -> Reward"),
         ({"task": _short_reward}, r"task\(\).reward: <lambda>: too many positional arguments"),
         (
             {"tokenizer": lambda: tokenizers.characters().hf},
-            r"type\(tokenizer\(\)\) is 'T\w+'; expected jaxrl_llm.data.*",
+            r"tokenizer\(\) is 'T\w+'; expected a data.tokenizers.Tokenizer",
         ),
         ({"model": replace(TINY, vocab_size=90)}, r"model.vocab_size is 90; expected at least 98 \(tokenizer\)"),
     ],
@@ -656,7 +657,7 @@ def test_paths_in_an_experiment_are_relative_to_it(tmp_path, monkeypatch):
 
 def test_an_empty_cache_variable_is_none(monkeypatch):
     monkeypatch.setenv("JAXRL_CACHE", "")
-    assert configs.cache_folder() == Path.home() / ".cache" / "jaxrl_llm"
+    assert cache_folder() == Path.home() / ".cache" / "jaxrl_llm"
 
 
 def test_differences_name_the_fields_and_both_values():
