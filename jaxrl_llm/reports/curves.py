@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,18 +30,16 @@ def _read(path: Path) -> list[dict[str, Any]]:
     """The lines of a log by step; of a run still writing, the half line at the end is left out."""
     rows = []
     for line in path.read_bytes().splitlines():
-        try:
+        with suppress(ValueError):
             rows.append(json.loads(line))
-        except ValueError:
-            continue
     return sorted(rows, key=lambda row: row["step"])
 
 
 def _curve(rows: list[dict[str, Any]], name: str) -> Curve:
     """Steps and values of the rows that have the metric; null is NaN."""
     found = [(row["step"], row[name]) for row in rows if name in row]
-    values = np.array([np.nan if v is None else v for _, v in found], np.float64)
-    return np.array([step for step, _ in found], np.float64), values
+    steps, values = np.array(found, np.float64).reshape(-1, 2).T
+    return steps, values
 
 
 def _finite(rows: list[dict[str, Any]], name: str) -> Curve:
@@ -117,12 +116,6 @@ def legend(ax: Axes, columns: int = 3) -> None:
     if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=columns, borderaxespad=0.3, frameon=False,
             fontsize=9, labelcolor="linecolor", handlelength=0.9, handletextpad=0.4, columnspacing=0.9)  # fmt: skip
-
-
-def _absent(ax: Axes) -> None:
-    ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", va="center", color="#a3acb9", fontsize=10)
-    ax.set_ylabel("")
-    ax.yaxis.set_major_locator(NullLocator())
 
 
 def _percent(y: float, _: int) -> str:
@@ -265,7 +258,12 @@ def draw(out: Path, title: str = "") -> Path:
     margin = 0.02 * (steps[-1] - steps[0]) or 0.5
     for ax in figure.axes:
         ax.set_xlim(steps[0] - margin, steps[-1] + margin)
-        legend(ax) if ax.lines else _absent(ax)
+        legend(ax)
+        if not ax.lines:
+            ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", va="center", color="#a3acb9",
+                fontsize=10)  # fmt: skip
+            ax.set_ylabel("")
+            ax.yaxis.set_major_locator(NullLocator())
     norm.tick_params(labelbottom=False)
     for ax in (fourth, fifth, clip):
         ax.set_xlabel("step", fontsize=9, color=MUTED)

@@ -57,9 +57,8 @@ def _samplers(ax: Axes, gaps: Sequence[Gap]) -> None:
     ax.yaxis.set_minor_locator(NullLocator())
     ax.grid(axis="x", color=curves.RULE, linewidth=0.8)
     ax.set_xlabel("|Δ probability|", fontsize=9, color=curves.MUTED)
-    marks = [
-        Line2D([], [], color=curves.MUTED, marker=m, linestyle="", label=l) for m, l in (("o", "mean"), ("D", "max"))
-    ]
+    mark = lambda marker, label: Line2D([], [], color=curves.MUTED, marker=marker, linestyle="", label=label)
+    marks = [mark("o", "mean"), mark("D", "max")]
     ax.legend(handles=marks, loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=2, frameon=False, fontsize=9,
         labelcolor=curves.MUTED, handletextpad=0.2, columnspacing=0.9)  # fmt: skip
 

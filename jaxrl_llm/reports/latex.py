@@ -9,14 +9,14 @@ TEX = {name: f"\\{name}" for name in ("min", "max", "exp", "log")}
 ROMAN = {"mean", "std", "var", "clip", "round", "sg"}  # operators that TeX does not know
 SYMBOLS = {
     "·": r" \cdot ", "−": "-", "<=": r"\le", ">=": r"\ge", "≥": r"\ge", "≠": r"\ne", "∈": r"\in", "←": r"\leftarrow",
-    "½": r"\tfrac{1}{2}", "²": "^2", "Σ": r"\sum", "…": r"\ldots", "#": r"\#", "1[": r"\mathbf{1}[",
+    "  ": r"\quad ", "½": r"\tfrac{1}{2}", "²": "^2", "Σ": r"\sum", "…": r"\ldots", "#": r"\#", "1[": r"\mathbf{1}[",
     "α": r"\alpha", "β": r"\beta", "γ": r"\gamma", "δ": r"\delta", "κ": r"\kappa", "λ": r"\lambda", "π": r"\pi",
     "ρ": r"\rho", "σ": r"\sigma", "τ": r"\tau",
 }  # fmt: skip
 _WORD = re.compile(r"[A-Za-z]+'s|[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)*'*")
 _SUBSCRIPT = re.compile(r"_(?:\{([^}]*)\}|([A-Za-z0-9]+'*))")
 _PLAIN = re.compile(r" ?([A-Za-z]+(?:'s)?)(?![\w'(\[])")
-_SYMBOL = re.compile(r"<=|>=|(?<![\w.])1\[|.")
+_SYMBOL = re.compile(r"  |<=|>=|(?<![\w.])1\[|.")
 
 
 def latex(text: str, names: Iterable[str] = ()) -> str:
@@ -27,12 +27,10 @@ def latex(text: str, names: Iterable[str] = ()) -> str:
     names = set(names)
     out, i = [], 0
     while i < len(text):
-        if text[i] == "√":
-            inner, i = _argument(text, i + 1, call=True)
-            out.append(rf"\sqrt{{{latex(inner, names)}}}")
-        elif text[i] == "^":
-            inner, i = _argument(text, i + 1, call=False)
-            out.append(f"^{_grouped(latex(inner, names))}")
+        if (sign := text[i]) in "√^":
+            inner, i = _argument(text, i + 1, call=sign == "√")
+            tex = latex(inner, names)
+            out.append(rf"\sqrt{{{tex}}}" if sign == "√" else f"^{_grouped(tex)}")
         elif end := _prose(text, i, names):
             out.append(_text(text, i, end))
             i = end
@@ -43,9 +41,6 @@ def latex(text: str, names: Iterable[str] = ()) -> str:
         elif subscript := _SUBSCRIPT.match(text, i):
             i = subscript.end()
             out.append(f"_{{{latex(subscript[1], names)}}}" if subscript[1] else f"_{_lower(subscript[2])}")
-        elif text.startswith("  ", i):
-            i += 2
-            out.append(r"\quad ")
         else:
             symbol = _SYMBOL.match(text, i)[0]
             i += len(symbol)
@@ -121,9 +116,9 @@ def _grouped(tex: str) -> str:
     return tex if len(tex) == 1 else f"{{{tex}}}"
 
 
-def fence(lines: Iterable[str], names: Iterable[str] = ()) -> str:
+def fence(block: str, names: Iterable[str] = ()) -> str:
     """An equation block as GitHub and GitLab draw it, a statement a line."""
-    statements = [s.rstrip(",; ") for line in lines for s in re.split(r" {3,}", line.strip())]
+    statements = [s.rstrip(",; ") for line in block.splitlines() for s in re.split(r" {3,}", line.strip())]
     tex = [latex(s, names) for s in statements]
     if len(tex) > 1:
         tex = [r"\begin{aligned}", *(f"& {t}" + r" \\" * (t is not tex[-1]) for t in tex), r"\end{aligned}"]
