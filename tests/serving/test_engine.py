@@ -383,13 +383,13 @@ def test_an_answer_that_was_cancelled_gives_up_its_row(engine):
         state = engine.insert(prefix, state, slot=slot)
     state, results = engine.generate(params, state)
     assert [results.get_result_at_slot(i).valid.sum() for i in range(4)] == [4, 4, 4, 0]
-    jobs[0].cancel()
-    assert [a.tokens.size for a in jobs[0].future.result(0)] == [4, 4]
+    jobs[0].end()
+    assert [a.tokens.size for a in jobs[0].result(0)] == [4, 4]
     state, results = engine.generate(params, state)
     assert results.get_result_at_slot(0).valid.tolist() == [[0]]  # the Driver may have the slot again
     assert results.get_result_at_slot(2).valid.sum() == 4
     assert state.slots.busy == 1
-    assert [a.tokens.size for a in jobs[0].future.result(0)] == [4, 4]
+    assert [a.tokens.size for a in jobs[0].result(0)] == [4, 4]
 
 
 def test_a_group_cancelled_while_a_call_ends_keeps_its_prompt_as_long_as_a_row(engine, monkeypatch):
@@ -399,7 +399,7 @@ def test_a_group_cancelled_while_a_call_ends_keeps_its_prompt_as_long_as_a_row(e
     for slot, ticket in enumerate(job.tickets):
         state = engine.insert(engine.prefill(params=params, padded_tokens=ticket, true_length=3), state, slot=slot)
     last = job.active.answers[1]
-    monkeypatch.setattr(last, "take", lambda *_: job.cancel())
+    monkeypatch.setattr(last, "take", lambda *_: job.end())
     state, _ = engine.generate(params, state)
     assert state.slots.busy == 1
     assert state.slots.prefixes[state.slots.rows[0].group.prefix] is job.active
@@ -415,7 +415,7 @@ def test_a_group_cancelled_while_a_call_ends_keeps_its_prompt_as_long_as_a_row(e
 
 def test_an_answer_cancelled_on_its_way_costs_nothing(engine):
     job = DriverGroup(Request(PROMPTS[0], 1, 40, WARM))
-    job.cancel()
+    job.end()
     prefix = engine.prefill(params=engine.load_params(), padded_tokens=job.tickets[0], true_length=3)
     state = engine.insert(prefix, engine.init_decode_state(), slot=2)
     state, results = engine.generate(engine.load_params(), state)
