@@ -23,9 +23,6 @@ WIDTH, HEIGHT, DPI = 1200, 700, 100  # pixels
 Curve = tuple[np.ndarray, np.ndarray]  # steps [N], values [N] with NaN where undefined
 
 
-# --- reading ----------------------------------------------------------------------------------------------------
-
-
 def _read(path: Path) -> list[dict[str, Any]]:
     """The lines of a log by step; of a run still writing, the half line at the end is left out."""
     rows = []
@@ -63,9 +60,6 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     weight = window(defined.astype(np.float64))
     total = window(np.where(defined, values, 0.0))
     return np.where(defined | (weight > 0.2 * kernel.sum()), total / np.maximum(weight, 1e-12), np.nan)
-
-
-# --- drawing ----------------------------------------------------------------------------------------------------
 
 
 def panel(ax: Axes, title: str, unit: str) -> None:

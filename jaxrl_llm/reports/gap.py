@@ -85,9 +85,6 @@ class Gap:
     worst: tuple[Token, ...]  # largest |Δp| first
 
 
-# --- what is compared -------------------------------------------------------------------------------------------
-
-
 def load(run: Path, problems: int, samples: int, worst: int) -> tuple[Learner, Any, int]:
     """A run's learner, set to `problems` × `samples` answers, its newest checkpoint's parameters and step.
 
@@ -176,9 +173,6 @@ def learner_logprobs(learner: Learner, params: Any, answers: Rollouts) -> Float[
     return np.concatenate(logp)[: count * group, : answers.tokens.shape[1]]
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------
-
-
 def summary(
     logp: Float[np.ndarray, "B T"], sampler_logp: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"], longest: int
 ) -> tuple[Stats, tuple[Span, ...], tuple[Span, ...]]:
@@ -192,15 +186,11 @@ def summary(
     stats_of = lambda where: _stats(logp, sampler_logp, mask & where)
     edges = [0, *(SHORT * 2**i for i in range(longest.bit_length()))]
     step = -(-longest // POSITIONS)
-    by_length = (
-        Span(low + 1, high, stats_of((low < lengths) & (lengths <= high))) for low, high in itertools.pairwise(edges)
-    )
-    by_position = (
-        Span(low, min(low + step, longest) - 1, stats_of((low <= position) & (position < low + step)))
-        for low in range(0, longest, step)
-    )
-    nonempty = lambda spans: tuple(s for s in spans if s.stats.tokens)
-    return stats_of(True), nonempty(by_length), nonempty(by_position)
+    by_length = [(low + 1, high, (low < lengths) & (lengths <= high)) for low, high in itertools.pairwise(edges)]
+    ends = [(low, min(low + step, longest) - 1) for low in range(0, longest, step)]
+    by_position = [(first, last, (first <= position) & (position <= last)) for first, last in ends]
+    spans = lambda ranges: tuple(Span(a, b, stats) for a, b, where in ranges if (stats := stats_of(where)).tokens)
+    return stats_of(True), spans(by_length), spans(by_position)
 
 
 def _stats(logp: np.ndarray, sampler_logp: np.ndarray, mask: np.ndarray) -> Stats:

@@ -171,28 +171,22 @@ class Service:
         """
         try:
             async with self._assembling:  # host memory for one copy, whoever pushes
-                assembly = await self._assemble(chunks)
-                leaves = assembly.finish()
+                header, leaves = await self._assembled(chunks)
         except OSError as error:
             raise Refusal(Code.DATA_LOSS, str(error)) from None
-        seconds = await asyncio.to_thread(self._swap, leaves, assembly.header)
+        seconds = await asyncio.to_thread(self._swap, leaves, header)
         self.counts["loaded"] += 1
-        return pb.LoadReply(version=assembly.header.version, seconds=seconds)
+        return pb.LoadReply(version=header.version, seconds=seconds)
 
-    async def _assemble(self, chunks: AsyncIterator[bytes]) -> wire.Assembly:
-        assembly = None
+    async def _assembled(self, chunks: AsyncIterator[bytes]) -> tuple[pb.Header, dict[str, np.ndarray]]:
+        first = wire.parse(pb.Chunk, await anext(chunks, b""))
+        if (part := first.WhichOneof("part")) != "header":
+            raise OSError(f"a {part} before the header" if part else "no header")
+        self._check_header(first.header)
+        assembly = wire.Assembly(first.header, self.backend.manifest)
         async for data in chunks:
-            chunk = wire.parse(pb.Chunk, data)
-            if assembly is not None:
-                assembly.add(chunk)
-                continue
-            if chunk.WhichOneof("part") != "header":
-                raise OSError(f"a {chunk.WhichOneof('part')} before the header")
-            self._check_header(chunk.header)
-            assembly = wire.Assembly(chunk.header, self.backend.manifest)
-        if assembly is None:
-            raise OSError("no header")
-        return assembly
+            assembly.add(wire.parse(pb.Chunk, data))
+        return first.header, assembly.finish()
 
     def _hear(self, run: str) -> None:
         if run and run == self.run:
