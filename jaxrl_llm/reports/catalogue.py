@@ -103,11 +103,8 @@ def _extras(a: Algorithm) -> list[str]:
 
 def _fit(parts: list[str], width: int) -> str:
     """The parts that fit, and how many there are besides."""
-    for n in range(len(parts), -1, -1):
-        text = ", ".join([*parts[:n], f"+{len(parts) - n}"] if n < len(parts) else parts)
-        if len(text) <= width:
-            break
-    return text
+    texts = (", ".join([*parts[:n], *[f"+{len(parts) - n}"] * (n < len(parts))]) for n in range(len(parts), -1, -1))
+    return next((text for text in texts if len(text) <= width), f"+{len(parts)}")
 
 
 def _row(cells: Iterable[str]) -> str:
@@ -166,10 +163,12 @@ def _public(module: ModuleType) -> list[Callable]:
     return [fn for fn in vars(module).values() if here(fn)]
 
 
+OURS = {fn.__name__ for module in (losses, advantages, corrections) for fn in _public(module)}
+
+
 def _equations(text: str, names: Iterable[str] = ()) -> str:
-    """A block of a docstring's equations, with the names of our functions set as such."""
-    ours = (fn.__name__ for module in (losses, advantages, corrections) for fn in _public(module))
-    return latex.fence(text, {*names, *ours})
+    """A block of a docstring's equations; names of our functions, and `names`, are set as such."""
+    return latex.fence(text, OURS.union(names))
 
 
 def _paragraphs(doc: str, block: bool | None = None) -> list[str]:

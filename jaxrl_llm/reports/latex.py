@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Set
 
 TEX = {name: f"\\{name}" for name in ("min", "max", "exp", "log")}
 ROMAN = {"mean", "std", "var", "clip", "round", "sg"}  # operators that TeX does not know
@@ -19,12 +19,11 @@ _PLAIN = re.compile(r" ?([A-Za-z]+(?:'s)?)(?![\w'(\[])")
 _SYMBOL = re.compile(r"  |<=|>=|(?<![\w.])1\[|.")
 
 
-def latex(text: str, names: Iterable[str] = ()) -> str:
+def latex(text: str, names: Set[str] = frozenset()) -> str:
     """One statement of a docstring's equation as LaTeX. `names`: of parameters and functions, set upright as a whole.
 
     Other words of two letters or more are prose, unless they stand where a variable would.
     """
-    names = set(names)
     out, i = [], 0
     while i < len(text):
         if (sign := text[i]) in "√^":
@@ -40,7 +39,7 @@ def latex(text: str, names: Iterable[str] = ()) -> str:
             out.append(_identifier(word[0], names) + (r"\," if operand and word[0].split("_")[0] in ROMAN else ""))
         elif subscript := _SUBSCRIPT.match(text, i):
             i = subscript.end()
-            out.append(f"_{{{latex(subscript[1], names)}}}" if subscript[1] else f"_{_lower(subscript[2])}")
+            out.append(f"_{{{latex(subscript[1], names)}}}" if subscript[1] else f"_{_grouped(_symbol(subscript[2]))}")
         else:
             symbol = _SYMBOL.match(text, i)[0]
             i += len(symbol)
@@ -69,7 +68,7 @@ def _argument(text: str, i: int, call: bool) -> tuple[str, int]:
     return text[i:end] if word else text[i + 1 : end - 1], end
 
 
-def _prose(text: str, i: int, names: set[str]) -> int:
+def _prose(text: str, i: int, names: Set[str]) -> int:
     """Where the words of prose that begin at i end; 0 if none begin. Parameters amid prose belong to it."""
     end = 0
     while found := _PLAIN.match(text, end or i):
@@ -90,33 +89,33 @@ def _text(text: str, i: int, end: int) -> str:
     return rf"\text{{{left}{words}{right}}}"
 
 
-def _identifier(word: str, names: set[str]) -> str:
+def _identifier(word: str, names: Set[str]) -> str:
     name = word.rstrip("'")
     primes = word[len(name) :]
     head, _, sub = name.partition("_")
     if name in names and len(name) > 1:
         return _roman(name) + primes
     if sub:
-        return f"{_identifier(head, names)}_{_lower(sub + primes)}"
+        return f"{_identifier(head, names)}_{_grouped(_symbol(sub + primes))}"
     if re.fullmatch(r"[A-Za-z]\d", name):
         return f"{name[0]}_{name[1]}{primes}"
-    return (TEX.get(name) or (name if len(name) == 1 else _roman(name))) + primes
+    return _symbol(name) + primes
+
+
+def _symbol(word: str) -> str:
+    """A word that stands for a quantity or a function; a letter may have primes."""
+    return TEX.get(word) or (word if len(word.rstrip("'")) == 1 else _roman(word))
 
 
 def _roman(name: str) -> str:
     return rf"\mathrm{{{name}}}".replace("_", r"\_")
 
 
-def _lower(subscript: str) -> str:
-    letter = len(subscript.rstrip("'")) == 1
-    return _grouped(subscript if letter else TEX.get(subscript) or _roman(subscript))
-
-
 def _grouped(tex: str) -> str:
     return tex if len(tex) == 1 else f"{{{tex}}}"
 
 
-def fence(block: str, names: Iterable[str] = ()) -> str:
+def fence(block: str, names: Set[str] = frozenset()) -> str:
     """An equation block as GitHub and GitLab draw it, a statement a line."""
     statements = [s.rstrip(",; ") for line in block.splitlines() for s in re.split(r" {3,}", line.strip())]
     tex = [latex(s, names) for s in statements]

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl_llm import types
 from jaxrl_llm.data import tokenizers
@@ -187,25 +186,14 @@ class JetStreamEngine(js.engine_api.Engine):
 
     samples_per_slot, colocated_cpus, mesh = 1, None, None
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        tokenizer: tokenizers.Tokenizer,
-        weights: SamplerWeights,
-        *,
-        slots: int = 64,
-        max_prompt_tokens: int = 1024,
-        max_tokens: int = 1024,
-        tokens_per_call: int = 8,
-        kv_dtype: str = "",
-        mesh: Mesh | None = None,
-    ):
-        """For the keywords see `SlotConfig`."""
-        types.expect(max_prompt_tokens >= 1, "max_prompt_tokens", max_prompt_tokens, "at least 1")
-        sizes = (slots, max_prompt_tokens, max_tokens, tokens_per_call)
-        self.config = SlotConfig(model, tokenizer, *sizes, kv_dtype, mesh=mesh)
-        self.weights, self.mesh = WeightsBox(weights), mesh
-        self.slots: list[DriverTicket | None] = [None] * sharding.rows(slots, mesh)
+    def __init__(self, model: ModelConfig, tokenizer: tokenizers.Tokenizer, weights: SamplerWeights, **config: Any):
+        """config: the further fields of `SlotConfig`; `max_prompt_tokens` is at least 1."""
+        self.config, self.weights = SlotConfig(model, tokenizer, **config), WeightsBox(weights)
+        types.expect(
+            self.config.max_prompt_tokens >= 1, "max_prompt_tokens", self.config.max_prompt_tokens, "at least 1"
+        )
+        self.mesh = self.config.mesh
+        self.slots: list[DriverTicket | None] = [None] * sharding.rows(self.config.slots, self.mesh)
         self.counts = {"prefills": 0, "tokens": 0, "steps": 0}  # the Driver's generating thread writes them
 
     def check(self, request: Request) -> None:

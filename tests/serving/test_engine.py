@@ -320,7 +320,7 @@ def test_what_cannot_be_served_is_refused(backend, request_, message):
 @pytest.mark.parametrize("name", ["slots", "max_prompt_tokens", "max_tokens", "tokens_per_call"])
 def test_sizes_are_checked(name):
     with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
-        JetStreamEngine(MODEL, TOKENIZER, WEIGHTS, **{**SIZES, name: 0})
+        JetStreamEngine(MODEL, TOKENIZER, WEIGHTS, **{"slots": 4, **SIZES, name: 0})
 
 
 # --- JetStream's own tests of an engine ---------------------------------------------------------------------------
