@@ -63,8 +63,6 @@ class DriverBackend:
     def __init__(self, model: ModelConfig, tokenizer: Tokenizer, weights: SamplerWeights, **engine: Any):
         """engine: keywords of `JetStreamEngine`."""
         self.engine = JetStreamEngine(model, tokenizer, weights, **engine)
-        self.vocab_size = model.vocab_size
-        self.max_prompt_tokens, self.max_tokens = self.engine.config.max_prompt_tokens, self.engine.config.max_tokens
         self.manifest = manifest(weights.params)
         self.driver = Driver(self.engine)
         self._groups: set[DriverGroup] = set()  # under way
@@ -72,7 +70,7 @@ class DriverBackend:
 
     @property
     def version(self) -> int:
-        return self.engine.weights.weights.version
+        return self.engine.weights.version
 
     def submit(self, request: Request, listen: Listen | None = None) -> DriverGroup:
         """The group, when all of its answers are done. listen: see `DriverGroup`.
@@ -99,9 +97,9 @@ class DriverBackend:
             self.driver.withdraw(future)
 
     def load(self, leaves: dict[str, np.ndarray], version: int) -> float:
-        """Swaps all weights between two calls of `generate`; the seconds it took. See `WeightsBox.load`."""
+        """Swaps all weights between two calls of `generate`; the seconds it took. See `JetStreamEngine.swap`."""
         start = time.monotonic()
-        self.engine.weights.load(leaves, version)
+        self.engine.swap(leaves, version)
         return time.monotonic() - start
 
     def stats(self) -> dict[str, float]:

@@ -120,32 +120,6 @@ class Tokenizer(js.tokenizer_api.Tokenizer):
         return self.tokenizer.decode(token_ids)
 
 
-class WeightsBox:
-    """What the Driver holds as parameters; its contents may be swapped between two calls of `generate`."""
-
-    def __init__(self, weights: SamplerWeights):
-        self.weights = weights
-
-    def load(self, leaves: dict[str, np.ndarray], version: int) -> None:
-        """Other values for all parameters, by `keystr` of their paths. Returns when they are on the devices.
-
-        Raises ValueError, and changes nothing, if a leaf is missing, unknown, or of another shape or dtype.
-        """
-        types.expect(0 <= version < 2**31, "version", version, "a number in [0, 2^31)")
-        expected = manifest(self.weights.params)
-        wrong = sorted(expected.keys() ^ leaves.keys())[:3]
-        types.expect(
-            not wrong, "leaves", f"without, or with, {wrong}", f"all of the {len(expected)} leaves of the model"
-        )
-        for name, (shape, dtype) in expected.items():
-            types.expect(leaves[name].shape == shape, f"{name} shape", leaves[name].shape, shape)
-            types.expect(leaves[name].dtype == dtype, f"{name} dtype", leaves[name].dtype, dtype)
-        # A copy, because a CPU device may go on reading the memory that it is given.
-        put = lambda path, x: jax.device_put(leaves[jax.tree_util.keystr(path)].copy(), x.sharding)
-        params = jax.block_until_ready(jax.tree_util.tree_map_with_path(put, self.weights.params))
-        self.weights = SamplerWeights(params, version)
-
-
 def manifest(params: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Shape and dtype of every leaf, by `keystr` of its path."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -188,7 +162,7 @@ class JetStreamEngine(js.engine_api.Engine):
 
     def __init__(self, model: ModelConfig, tokenizer: tokenizers.Tokenizer, weights: SamplerWeights, **config: Any):
         """config: the further fields of `SlotConfig`; `max_prompt_tokens` is at least 1."""
-        self.config, self.weights = SlotConfig(model, tokenizer, **config), WeightsBox(weights)
+        self.config, self.weights = SlotConfig(model, tokenizer, **config), weights
         types.expect(
             self.config.max_prompt_tokens >= 1, "max_prompt_tokens", self.config.max_prompt_tokens, "at least 1"
         )
@@ -202,11 +176,30 @@ class JetStreamEngine(js.engine_api.Engine):
         limits = {"max_prompt_tokens": c.max_prompt_tokens, "max_tokens": c.max_tokens}
         check(request, vocab_size=c.model.vocab_size, **limits)
 
-    def load_params(self) -> WeightsBox:
-        return self.weights
+    def load_params(self) -> JetStreamEngine:
+        """The engine itself: the Driver keeps what it gets, and `swap` replaces the weights."""
+        return self
+
+    def swap(self, leaves: dict[str, np.ndarray], version: int) -> None:
+        """Other values for all parameters, by `keystr` of their paths, between two calls of `generate`.
+
+        Returns when they are on the devices. Raises ValueError, and changes nothing, if a leaf is missing, unknown, or
+        of another shape or dtype.
+        """
+        types.expect(0 <= version < 2**31, "version", version, "a number in [0, 2^31)")
+        expected = manifest(self.weights.params)
+        wrong, every = sorted(expected.keys() ^ leaves.keys())[:3], f"all of the {len(expected)} leaves of the model"
+        types.expect(not wrong, "leaves", f"without, or with, {wrong}", every)
+        for name, (shape, dtype) in expected.items():
+            types.expect(leaves[name].shape == shape, f"{name} shape", leaves[name].shape, shape)
+            types.expect(leaves[name].dtype == dtype, f"{name} dtype", leaves[name].dtype, dtype)
+        # A copy, because a CPU device may go on reading the memory that it is given.
+        put = lambda path, x: jax.device_put(leaves[jax.tree_util.keystr(path)].copy(), x.sharding)
+        params = jax.block_until_ready(jax.tree_util.tree_map_with_path(put, self.weights.params))
+        self.weights = SamplerWeights(params, version)
 
     def prefill(
-        self, *, params: WeightsBox, existing_prefix: Any = None, padded_tokens: Any, true_length: int
+        self, *, params: Any, existing_prefix: Any = None, padded_tokens: Any, true_length: int
     ) -> DriverTicket:
         """The ticket as it is: `generate` prefills its group's prompt. Token ids in its place are decoded greedily.
 
@@ -226,11 +219,11 @@ class JetStreamEngine(js.engine_api.Engine):
         decode_state.waiting.append(prefix.answer)
         return decode_state
 
-    def generate(self, params: WeightsBox, decode_state: DriverState) -> tuple[DriverState, Results]:
+    def generate(self, params: Any, decode_state: DriverState) -> tuple[DriverState, Results]:
         """Up to `tokens_per_call` tokens for every answer that has not ended."""
         tickets = {i: t for i, t in enumerate(self.slots) if t is not None and t.answer.open}
         old = {i: len(t.answer.tokens) for i, t in tickets.items()}
-        slots, weights = decode_state.slots, params.weights
+        slots, weights = decode_state.slots, self.weights
         waiting = decode_state.waiting = deque(answer for answer in decode_state.waiting if answer.open)
         before = slots.prefills
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):  # in whichever thread

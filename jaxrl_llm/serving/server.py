@@ -25,8 +25,8 @@ import prometheus_client
 from google.protobuf.message import Message
 
 from jaxrl_llm import types
-from jaxrl_llm.sampler import requests, wire
 from jaxrl_llm.sampler import rollout_pb2 as pb
+from jaxrl_llm.sampler import wire
 from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request
 
 MAX_GROUP = 1024  # answers of one request
@@ -39,14 +39,11 @@ Code = grpc.StatusCode
 class Backend(Protocol):
     """What samples. Every method may be called from any thread; only `load` and `close` may take their time."""
 
-    vocab_size: int
-    max_prompt_tokens: int
-    max_tokens: int
     version: int  # of the weights
     manifest: wire.Manifest
 
     def submit(self, request: Request) -> concurrent.futures.Future[Group]:
-        """Queue a request that `requests.check` has passed; ValueError if it cannot be served nevertheless."""
+        """Queue a request. ValueError if it cannot be served."""
 
     def cancel(self, future: concurrent.futures.Future[Group]) -> None:
         """Free the request's slots; its answers end where they are, with finish `cancelled`."""
@@ -115,10 +112,9 @@ class Service:
         by the server. UNKNOWN: it failed. A call that ends early, by deadline or cancelled, cancels the group unless
         another call waits for it.
         """
-        message, b = wire.parse(pb.SampleRequest, data), self.backend
+        message = wire.parse(pb.SampleRequest, data)
         request = wire.from_request_message(message)
         types.expect(request.group <= MAX_GROUP, "group", request.group, f"at most {MAX_GROUP}")
-        requests.check(request, vocab_size=b.vocab_size, max_prompt_tokens=b.max_prompt_tokens, max_tokens=b.max_tokens)
         if message.instance not in ("", self.instance):
             raise Refusal(Code.FAILED_PRECONDITION, "the server has restarted since its last Stats")
         if message.run not in ("", self.run):
@@ -134,7 +130,14 @@ class Service:
         limits = [PartialAnswer(request, g).limit for g in range(request.group)]
         if any(a.finish == types.CANCELLED and len(a.tokens) < n for a, n in zip(group, limits, strict=True)):
             raise Refusal(Code.UNAVAILABLE, "the server has cancelled the group")
-        return self._remember(data, wire.to_reply(group))
+        reply = wire.to_reply(group)
+        if data not in self._answered:
+            self.counts["answered"] += 1
+            self._answered[data] = reply
+            self._remembered += reply.ByteSize()
+        while self._remembered > REMEMBERED:
+            self._remembered -= self._answered.popitem(last=False)[1].ByteSize()
+        return reply
 
     async def _sampled(self, data: bytes, request: Request) -> Group:
         """The group, which the backend samples once for all calls with these data, until no call waits for it."""
@@ -152,15 +155,6 @@ class Service:
                 if not work.group.done():
                     self.counts["cancelled"] += 1
                     self.backend.cancel(work.future)
-
-    def _remember(self, data: bytes, reply: pb.SampleReply) -> pb.SampleReply:
-        if data not in self._answered:
-            self.counts["answered"] += 1
-            self._answered[data] = reply
-            self._remembered += reply.ByteSize()
-        while self._remembered > REMEMBERED:
-            self._remembered -= self._answered.popitem(last=False)[1].ByteSize()
-        return reply
 
     async def load_weights(self, chunks: AsyncIterator[bytes]) -> pb.LoadReply:
         """All weights, swapped when the last byte is verified; after any error the old ones stay.

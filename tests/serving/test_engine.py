@@ -64,7 +64,7 @@ def ask(made, requests):
 
 def ask_over_grpc(made, requests):
     with running(made) as worker, closing(Client([worker.address])) as calls:
-        calls.push(named(made.engine.weights.weights.params), made.engine.weights.weights.version)
+        calls.push(named(made.engine.weights.params), made.engine.weights.version)
         return calls.ordered(requests)
 
 
@@ -117,7 +117,7 @@ def test_answers_on_a_mesh(expected):
         assert_same(ask(made, mixed()[:6]), expected[:6])
         leaves = {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(held.params)}
         made.load(leaves, 1)
-        layouts = zip(jax.tree.leaves(made.engine.weights.weights.params), jax.tree.leaves(held.params), strict=True)
+        layouts = zip(jax.tree.leaves(made.engine.weights.params), jax.tree.leaves(held.params), strict=True)
         assert all(a.sharding == b.sharding for a, b in layouts)
 
 
@@ -210,12 +210,12 @@ def test_weights_are_swapped_while_answers_are_drawn():
 def test_weights_that_do_not_fit_change_nothing(backend, change, message):
     leaves = leaves_of(weights.push(MODEL, random_params(MODEL, 1), None).params)
     assert {n: (x.shape, x.dtype) for n, x in leaves.items()} == backend.manifest
-    held = backend.engine.weights.weights
+    held = backend.engine.weights
     change(leaves)
     with pytest.raises(ValueError, match=message):
         backend.load(leaves, 3)
     assert backend.version == 0
-    assert backend.engine.weights.weights is held
+    assert backend.engine.weights is held
 
 
 def test_versions_are_32_bits(backend):
@@ -339,7 +339,7 @@ def greedy(*prompts):
     return [g[0].tokens.tolist() for g in groups]
 
 
-def test_the_driver_gets_the_weights_box(engine):
+def test_the_driver_gets_the_engine_for_weights(engine):
     assert engine.load_params().weights is WEIGHTS
     assert engine.max_concurrent_decodes == 4
     assert engine.max_prefill_length == 32  # of the sizes that JetStream knows, the least that holds a prompt
