@@ -43,9 +43,6 @@ your own is an `Algorithm` with your functions. This page is made from the code 
 """
 
 
-# --- what a row says ----------------------------------------------------------------------------------------------
-
-
 def _show(value: Any) -> str:
     """A field's value: a function by its name and the keywords that are not its defaults, a dataclass likewise."""
     if dataclasses.is_dataclass(value) or callable(value):
@@ -68,10 +65,10 @@ def _values(a: Algorithm) -> dict[str, Any]:
 
 def _facts(a: Algorithm) -> dict[str, str]:
     """Every field but the paper as text; the three of the KL are one fact, and so are the two of the norm."""
-    facts = {name: _show(value) for name, value in _values(a).items() if name not in ("paper", "kl", "norm")}
-    beta, place, limit = (facts.pop(name) for name in ("kl_coef", "kl_in", "norm_length"))
-    norm = a.norm if limit == "None" else f"{a.norm}({limit})"
-    kl = f"{beta}·{a.kl}{' in reward' * (place == repr('reward'))}" if a.needs_reference else "None"
+    merged = ("paper", "kl", "kl_coef", "kl_in", "norm", "norm_length")
+    facts = {name: _show(value) for name, value in _values(a).items() if name not in merged}
+    norm = a.norm if a.norm_length is None else f"{a.norm}({a.norm_length})"
+    kl = f"{_show(a.kl_coef)}·{a.kl}{' in reward' if a.kl_in == 'reward' else ''}" if a.needs_reference else "None"
     first = {name: facts.pop(name) for name in ("advantage", "token_advantage", "loss")}
     return {**first, "norm": norm, "KL": kl, **facts}
 
@@ -103,15 +100,18 @@ def _extras(a: Algorithm) -> list[str]:
 
 def _fit(parts: list[str], width: int) -> str:
     """The parts that fit, and how many there are besides."""
-    texts = (", ".join([*parts[:n], *[f"+{len(parts) - n}"] * (n < len(parts))]) for n in range(len(parts), -1, -1))
-    return next((text for text in texts if len(text) <= width), f"+{len(parts)}")
+    for n in range(len(parts), -1, -1):
+        rest = [f"+{len(parts) - n}"] if n < len(parts) else []
+        text = ", ".join(parts[:n] + rest)
+        if len(text) <= width:
+            break
+    return text
 
 
 def _row(cells: Iterable[str]) -> str:
     line = ""
     for stop, cell in zip(STOPS.values(), cells, strict=True):
-        line += "  " * (len(line) > max(stop - 2, 0))
-        line = line.ljust(stop) + cell
+        line = (line + "  " if stop else "").ljust(stop) + cell
     return line.rstrip()
 
 
@@ -143,7 +143,8 @@ def describe(name: str, a: Algorithm) -> str:
 def _functions(a: Algorithm) -> list[Callable]:
     default = _values(_PLAIN_ROW) | dict.fromkeys(("advantage", "loss"))
     values = [unbound(v)[0] for k, v in _values(a).items() if callable(v) and v is not default[k]]
-    return values + [losses.kl] * a.needs_reference + [losses.value_loss] * (a.critic is not None)
+    values += [losses.kl] if a.needs_reference else []
+    return values + ([losses.value_loss] if a.critic is not None else [])
 
 
 def _qualified(fn: Callable) -> str:
@@ -153,9 +154,6 @@ def _qualified(fn: Callable) -> str:
 def _parameters(fn: Callable) -> str:
     given = inspect.signature(fn).parameters.values()
     return ", ".join(p.name if p.default is p.empty else f"{p.name}={_show(p.default)}" for p in given)
-
-
-# --- the page -----------------------------------------------------------------------------------------------------
 
 
 def _public(module: ModuleType) -> list[Callable]:
@@ -204,8 +202,9 @@ def _used_by(uses: Callable[[Algorithm], bool]) -> list[str]:
 def _entry(fn: Callable) -> list[str]:
     parameters = inspect.signature(fn).parameters
     defaults = [f"`{n}={_show(p.default)}`" for n, p in parameters.items() if p.default is not p.empty]
-    last = [f"Defaults: {', '.join(defaults)}."] * bool(defaults) + _used_by(lambda a: fn in _functions(a))
-    return [f"### `{_qualified(fn)}`", *_markdown(fn.__doc__ or "", parameters), *["  \n".join(last)] * bool(last)]
+    last = [f"Defaults: {', '.join(defaults)}."] if defaults else []
+    last += _used_by(lambda a: fn in _functions(a))
+    return [f"### `{_qualified(fn)}`", *_markdown(fn.__doc__ or "", parameters), *(["  \n".join(last)] if last else [])]
 
 
 def _weights() -> list[str]:

@@ -20,10 +20,11 @@ INK, MUTED, RULE = "#1b2430", "#6b7686", "#e6e9ee"
 BLUE, ORANGE, DARK_ORANGE, GREEN, RED = "#2f6bd8", "#e8820c", "#b96200", "#2a9d6a", "#d0475a"
 WIDTH, HEIGHT, DPI = 1200, 700, 100  # pixels
 
+Rows = list[dict[str, Any]]  # of metrics.jsonl
 Curve = tuple[np.ndarray, np.ndarray]  # steps [N], values [N] with NaN where undefined
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> Rows:
     """The lines of a log by step; of a run still writing, the half line at the end is left out."""
     rows = []
     for line in path.read_bytes().splitlines():
@@ -32,14 +33,14 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["step"])
 
 
-def _curve(rows: list[dict[str, Any]], name: str) -> Curve:
+def _curve(rows: Rows, name: str) -> Curve:
     """Steps and values of the rows that have the metric; null is NaN."""
     found = [(row["step"], row[name]) for row in rows if name in row]
     steps, values = np.array(found, np.float64).reshape(-1, 2).T
     return steps, values
 
 
-def _finite(rows: list[dict[str, Any]], name: str) -> Curve:
+def _finite(rows: Rows, name: str) -> Curve:
     steps, values = _curve(rows, name)
     return steps[np.isfinite(values)], values[np.isfinite(values)]
 
@@ -77,9 +78,7 @@ def panel(ax: Axes, title: str, unit: str) -> None:
     ax.yaxis.set_label_coords(-0.15, 0.5)
 
 
-def _plot(
-    ax: Axes, rows: list[dict[str, Any]], title: str, unit: str, curves: dict[str, tuple[str, str]]
-) -> np.ndarray:
+def _plot(ax: Axes, rows: Rows, title: str, unit: str, curves: dict[str, tuple[str, str]]) -> np.ndarray:
     """A panel of metric → (label, colour), each smoothed over its faint values. Returns the finite values drawn.
 
     The y axis begins at 0 unless some value is negative.
@@ -116,7 +115,7 @@ def _percent(y: float, _: int) -> str:
     return f"{100 * y:.3g}%"
 
 
-def _held_out(ax: Axes, rows: list[dict[str, Any]]) -> np.ndarray:
+def _held_out(ax: Axes, rows: Rows) -> np.ndarray:
     """Markers at the evaluations, the first and the last with their value. Returns the values drawn."""
     steps, values = _finite(rows, "eval/accuracy")
     if not len(values):
@@ -137,8 +136,8 @@ def _held_out(ax: Axes, rows: list[dict[str, Any]]) -> np.ndarray:
 
 def log_axis(ax: Axes, values: np.ndarray, name: Literal["x", "y"]) -> None:
     """A log axis for values ≥ 0. If some are 0, so is its lower end, below the smallest decade."""
-    bounds, scale, axis = (getattr(ax, attribute.format(name)) for attribute in ("set_{}lim", "set_{}scale", "{}axis"))
-    positive = values[values > 0]
+    bounds, scale = (ax.set_xlim, ax.set_xscale) if name == "x" else (ax.set_ylim, ax.set_yscale)
+    axis, positive = ax.xaxis if name == "x" else ax.yaxis, values[values > 0]
     if not len(positive):
         bounds(-0.05, 1)
         axis.set_ticks([0])
@@ -157,7 +156,7 @@ def log_axis(ax: Axes, values: np.ndarray, name: Literal["x", "y"]) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _accuracy(ax: Axes, rows: list[dict[str, Any]]) -> None:
+def _accuracy(ax: Axes, rows: Rows) -> None:
     values = _plot(ax, rows, "Accuracy", "correct answers", {"accuracy": ("train", BLUE)})
     values = np.concatenate([values, _held_out(ax, rows)])
     if len(values):  # room above the curve for the annotations, but no ticks above 100%
@@ -167,7 +166,7 @@ def _accuracy(ax: Axes, rows: list[dict[str, Any]]) -> None:
         ax.yaxis.set_major_formatter(_percent)
 
 
-def _gap(ax: Axes, rows: list[dict[str, Any]]) -> None:
+def _gap(ax: Axes, rows: Rows) -> None:
     curves = {"gap/mean": ("mean", BLUE), "gap/max": ("max", ORANGE)}
     values = _plot(ax, rows, "Sampler–learner gap", "|Δ probability|", curves)
     if len(values):
@@ -176,7 +175,7 @@ def _gap(ax: Axes, rows: list[dict[str, Any]]) -> None:
             ax.text(0.5, 0.5, "0 at every step", transform=ax.transAxes, ha="center", color=MUTED, fontsize=10)
 
 
-def _norm(ax: Axes, rows: list[dict[str, Any]]) -> None:
+def _norm(ax: Axes, rows: Rows) -> None:
     values = _plot(ax, rows, "Gradient norm", "L2", {"grad_norm": ("", BLUE)})
     ax.yaxis.set_major_locator(MaxNLocator(2))
     if len(values) and values.min() > 0 and values.max() > 30 * np.median(values):  # one spike would flatten the rest
@@ -186,7 +185,7 @@ def _norm(ax: Axes, rows: list[dict[str, Any]]) -> None:
         ax.yaxis.set_minor_locator(NullLocator())
 
 
-def _clipped(ax: Axes, rows: list[dict[str, Any]]) -> None:
+def _clipped(ax: Axes, rows: Rows) -> None:
     curves = {"clip/low": ("ratio too low", BLUE), "clip/high": ("too high", ORANGE)}
     values = _plot(ax, rows, "Clipped", "of tokens", curves)
     ax.set_ylim(0, max(float(values.max(initial=0)) * 1.08, 0.01))
@@ -194,7 +193,7 @@ def _clipped(ax: Axes, rows: list[dict[str, Any]]) -> None:
     ax.yaxis.set_major_formatter(_percent)
 
 
-def _subtitle(rows: list[dict[str, Any]]) -> str:
+def _subtitle(rows: Rows) -> str:
     facts = [f"{rows[-1]['step']:,} step{'s' * (rows[-1]['step'] != 1)}"] if rows else ["no steps yet"]
     seconds = np.nansum(_curve(rows, "perf/step_s")[1])
     if seconds:

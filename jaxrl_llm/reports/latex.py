@@ -7,7 +7,7 @@ from collections.abc import Set
 
 TEX = {name: f"\\{name}" for name in ("min", "max", "exp", "log")}
 ROMAN = {"mean", "std", "var", "clip", "round", "sg"}  # operators that TeX does not know
-SYMBOLS = {
+SIGNS = {
     "·": r" \cdot ", "−": "-", "<=": r"\le", ">=": r"\ge", "≥": r"\ge", "≠": r"\ne", "∈": r"\in", "←": r"\leftarrow",
     "  ": r"\quad ", "½": r"\tfrac{1}{2}", "²": "^2", "Σ": r"\sum", "…": r"\ldots", "#": r"\#", "1[": r"\mathbf{1}[",
     "α": r"\alpha", "β": r"\beta", "γ": r"\gamma", "δ": r"\delta", "κ": r"\kappa", "λ": r"\lambda", "π": r"\pi",
@@ -16,7 +16,7 @@ SYMBOLS = {
 _WORD = re.compile(r"[A-Za-z]+'s|[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)*'*")
 _SUBSCRIPT = re.compile(r"_(?:\{([^}]*)\}|([A-Za-z0-9]+'*))")
 _PLAIN = re.compile(r" ?([A-Za-z]+(?:'s)?)(?![\w'(\[])")
-_SYMBOL = re.compile(r"  |<=|>=|(?<![\w.])1\[|.")
+_SIGN = re.compile(r"  |<=|>=|(?<![\w.])1\[|.")
 
 
 def latex(text: str, names: Set[str] = frozenset()) -> str:
@@ -41,9 +41,9 @@ def latex(text: str, names: Set[str] = frozenset()) -> str:
             i = subscript.end()
             out.append(f"_{{{latex(subscript[1], names)}}}" if subscript[1] else f"_{_grouped(_symbol(subscript[2]))}")
         else:
-            symbol = _SYMBOL.match(text, i)[0]
-            i += len(symbol)
-            out.append(SYMBOLS.get(symbol, symbol))
+            sign = _SIGN.match(text, i)[0]
+            i += len(sign)
+            out.append(SIGNS.get(sign, sign))
     return _spaced(out)
 
 

@@ -104,9 +104,9 @@ class DriverBackend:
 
     def stats(self) -> dict[str, float]:
         """Slots and those free, answers that wait for one, groups prefilled, tokens, calls of `generate`, version."""
-        slots = self.engine.slots
-        free = sum(ticket is None or not ticket.answer.open for ticket in slots)
-        sizes = {"slots": len(slots), "slots_free": free, "queued": self.driver.queued}
+        tickets = self.engine.tickets
+        free = sum(ticket is None or not ticket.answer.open for ticket in tickets)
+        sizes = {"slots": len(tickets), "slots_free": free, "queued": self.driver.queued}
         return {**sizes, **self.engine.counts, "version": self.version}
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """The sampler's slots as an engine of JetStream's orchestrator.
 
 A request enters the orchestrator's Driver as one `DriverTicket` per answer. The Driver takes it for a text, hands it to
-our `Tokenizer`, which passes it through, and to `prefill`, whose result is the ticket again; `insert` has the answer
-wait for a row, and `generate` fills the rows, prompts included, and decodes. Tokens, log-probs and versions go to the
-answer there; the Driver itself sees tokens alone, and learns from them when a slot is free.
+our `DriverTokenizer`, which passes it through, and to `prefill`, whose result is the ticket again; `insert` has the
+answer wait for a row, and `generate` fills the rows, prompts included, and decodes. Tokens, log-probs and versions go
+to the answer there; the Driver itself sees tokens alone, and learns from them when a slot is free.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl_llm import types
-from jaxrl_llm.data import tokenizers
+from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request, check
@@ -98,12 +97,12 @@ class DriverTicket(str):
             self.group.resolve()
 
 
-class Tokenizer(js.tokenizer_api.Tokenizer):
+class DriverTokenizer(js.tokenizer_api.Tokenizer):
     """JetStream's view of a tokenizer. No beginning-of-sequence token is added to anything."""
 
     pad_id = eos_id = bos_id = stop_tokens = None  # properties of the abstract class; __init__ sets the values
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.stop_tokens = tokenizer, set(tokenizer.eos_ids)
         self.pad_id = self.bos_id = tokenizer.pad_id
         self.eos_id = tokenizer.eos_ids[0]  # JetStream wants one; what ends an answer is `stop_tokens`
@@ -127,32 +126,22 @@ def manifest(params: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
 
 
 class Results(js.engine_api.ResultTokens):
-    """What one call of `generate` has drawn for each slot, on the host already."""
+    """What one call of `generate` has drawn for each slot, on the host already: tokens, and whether that is all."""
 
-    def __init__(self, slots: dict[int, Any]):
-        self._slots = slots
+    def __init__(self, drawn: dict[int, tuple[list[int], bool]]):
+        self._drawn = drawn
 
     copy_to_host_async = lambda self: None
     convert_to_numpy = lambda self: self
 
     def get_result_at_slot(self, slot: int) -> Any:
-        """The slot's new tokens, [1, n], with an invalid one behind them when the answer has ended."""
-        return self._slots[slot] if slot in self._slots else _slot_data([], ended=True)
+        """The slot's new tokens, [1, n], with an invalid one behind them when the answer has ended.
 
-
-def _slot_data(tokens: list[int], ended: bool) -> Any:
-    """No length is reported: the Driver would drop the tokens with which an answer reaches its limit."""
-    end = [0] * ended
-    row = lambda values: np.array([values], np.int32)
-    return js.engine_api.SlotData(row(tokens + end), row([1] * len(tokens) + end), np.zeros(1, np.int32))
-
-
-@dataclass
-class DriverState:
-    """What the Driver holds between two calls."""
-
-    slots: Slots
-    waiting: deque[PartialAnswer] = field(default_factory=deque)  # for a row
+        No length is reported: the Driver would drop the tokens with which an answer reaches its limit.
+        """
+        tokens, ended = self._drawn.get(slot, ([], True))
+        row = lambda values: np.array([values + [0] * ended], np.int32)
+        return js.engine_api.SlotData(row(tokens), row([1] * len(tokens)), np.zeros(1, np.int32))
 
 
 class JetStreamEngine(js.engine_api.Engine):
@@ -160,14 +149,15 @@ class JetStreamEngine(js.engine_api.Engine):
 
     samples_per_slot, colocated_cpus, mesh = 1, None, None
 
-    def __init__(self, model: ModelConfig, tokenizer: tokenizers.Tokenizer, weights: SamplerWeights, **config: Any):
+    def __init__(self, model: ModelConfig, tokenizer: Tokenizer, weights: SamplerWeights, **config: Any):
         """config: the further fields of `SlotConfig`; `max_prompt_tokens` is at least 1."""
         self.config, self.weights = SlotConfig(model, tokenizer, **config), weights
         types.expect(
             self.config.max_prompt_tokens >= 1, "max_prompt_tokens", self.config.max_prompt_tokens, "at least 1"
         )
         self.mesh = self.config.mesh
-        self.slots: list[DriverTicket | None] = [None] * sharding.rows(self.config.slots, self.mesh)
+        self.tickets: list[DriverTicket | None] = [None] * sharding.rows(self.config.slots, self.mesh)  # of the slots
+        self.waiting: deque[PartialAnswer] = deque()  # for a row
         self.counts = {"prefills": 0, "tokens": 0, "steps": 0}  # the Driver's generating thread writes them
 
     def check(self, request: Request) -> None:
@@ -198,9 +188,7 @@ class JetStreamEngine(js.engine_api.Engine):
         params = jax.block_until_ready(jax.tree_util.tree_map_with_path(put, self.weights.params))
         self.weights = SamplerWeights(params, version)
 
-    def prefill(
-        self, *, params: Any, existing_prefix: Any = None, padded_tokens: Any, true_length: int
-    ) -> DriverTicket:
+    def prefill(self, *, padded_tokens: Any, true_length: int, existing_prefix: Any = None, **_: Any) -> DriverTicket:
         """The ticket as it is: `generate` prefills its group's prompt. Token ids in its place are decoded greedily.
 
         Raises ValueError for a prefix, and for token ids that cannot be served.
@@ -213,34 +201,33 @@ class JetStreamEngine(js.engine_api.Engine):
         self.check(request)
         return DriverGroup(request).tickets[0]
 
-    def insert(self, prefix: DriverTicket, decode_state: DriverState, slot: int) -> DriverState:
+    def insert(self, prefix: DriverTicket, decode_state: Slots, slot: int) -> Slots:
         """The ticket's answer has that slot of the Driver, and a row as soon as one is free."""
-        self.slots[slot] = prefix
-        decode_state.waiting.append(prefix.answer)
+        self.tickets[slot] = prefix
+        self.waiting.append(prefix.answer)
         return decode_state
 
-    def generate(self, params: Any, decode_state: DriverState) -> tuple[DriverState, Results]:
+    def generate(self, params: Any, decode_state: Slots) -> tuple[Slots, Results]:
         """Up to `tokens_per_call` tokens for every answer that has not ended."""
-        tickets = {i: t for i, t in enumerate(self.slots) if t is not None and t.answer.open}
+        tickets = {i: t for i, t in enumerate(self.tickets) if t is not None and t.answer.open}
         old = {i: len(t.answer.tokens) for i, t in tickets.items()}
-        slots, weights = decode_state.slots, self.weights
-        waiting = decode_state.waiting = deque(answer for answer in decode_state.waiting if answer.open)
-        before = slots.prefills
+        weights, before = self.weights, decode_state.prefills
+        self.waiting = deque(answer for answer in self.waiting if answer.open)
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):  # in whichever thread
-            if waiting or slots.busy:
-                slots.fill(weights, waiting)
-                slots.step(weights)
+            if self.waiting or decode_state.busy:
+                decode_state.fill(weights, self.waiting)
+                decode_state.step(weights)
         drawn = {i: (t.answer.tokens[old[i] :], not t.answer.open) for i, t in tickets.items()}
-        self.slots = [t if t is not None and t.answer.open else None for t in self.slots]
+        self.tickets = [t if t is not None and t.answer.open else None for t in self.tickets]
         self.counts["steps"] += 1
-        self.counts["prefills"] += slots.prefills - before
+        self.counts["prefills"] += decode_state.prefills - before
         self.counts["tokens"] += sum(len(tokens) for tokens, _ in drawn.values())
-        return decode_state, Results({i: _slot_data(*new) for i, new in drawn.items()})
+        return decode_state, Results(drawn)
 
-    def init_decode_state(self) -> DriverState:
-        """Empty slots."""
-        self.slots = [None] * len(self.slots)
-        return DriverState(Slots(self.config))
+    def init_decode_state(self) -> Slots:
+        """Empty rows."""
+        self.tickets, self.waiting = [None] * len(self.tickets), deque()
+        return Slots(self.config)
 
     def get_prefix_destination_sharding(self) -> None:
         """None: a ticket is no array, and stays where it is."""
@@ -248,12 +235,12 @@ class JetStreamEngine(js.engine_api.Engine):
     def get_tokenizer(self) -> Any:
         return js.tokenizer_pb2.TokenizerParameters()
 
-    def build_tokenizer(self, metadata: Any) -> Tokenizer:
-        return Tokenizer(self.config.tokenizer)
+    def build_tokenizer(self, metadata: Any) -> DriverTokenizer:
+        return DriverTokenizer(self.config.tokenizer)
 
     @property
     def max_concurrent_decodes(self) -> int:
-        return len(self.slots)
+        return len(self.tickets)
 
     @property
     def max_prefill_length(self) -> int:

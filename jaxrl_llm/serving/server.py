@@ -118,8 +118,7 @@ class Service:
         if message.instance not in ("", self.instance):
             raise Refusal(Code.FAILED_PRECONDITION, "the server has restarted since its last Stats")
         if message.run not in ("", self.run):
-            details = f"run={message.run!r}: the weights are those of run {self.run!r}"
-            raise Refusal(Code.FAILED_PRECONDITION, details)
+            raise Refusal(Code.FAILED_PRECONDITION, f"run={message.run!r}: the weights are those of run {self.run!r}")
         self._hear(message.run)
         self.counts["repeated"] += data in self._answered or data in self._running
         if data in self._answered:
@@ -218,9 +217,6 @@ class Service:
         return {name: float(value) for name, value in values.items()}
 
 
-# --- the listening socket ---------------------------------------------------------------------------------------
-
-
 def _knows(token: str, authorization: str | None) -> bool:
     return hmac.compare_digest((authorization or "").encode(), f"Bearer {token}".encode())
 
@@ -271,18 +267,12 @@ def bind(host: str, port: int, token: str | None, cert: str | None, key: str | N
     ]
     server = grpc.aio.server(interceptors=[_Auth(token)] if token else [], options=options)
     address = _address(host, port)
+    secure = cert and key and grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(cert).read_bytes())])
     try:
-        if cert and key:
-            pair = (Path(key).read_bytes(), Path(cert).read_bytes())
-            port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
-        else:
-            port = server.add_insecure_port(address)
+        port = server.add_secure_port(address, secure) if secure else server.add_insecure_port(address)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}") from None
     return server, port
-
-
-# --- readiness and metrics over HTTP ----------------------------------------------------------------------------
 
 
 def _page(path: str, service: Service | None) -> tuple[int, bytes]:
@@ -322,9 +312,6 @@ def http(host: str, port: int, token: str | None, service: Callable[[], Service 
             yield server.server_address[1]
         finally:
             server.shutdown()
-
-
-# --- the process ------------------------------------------------------------------------------------------------
 
 
 def serve(

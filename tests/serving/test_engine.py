@@ -388,7 +388,7 @@ def test_an_answer_that_was_cancelled_gives_up_its_row(engine):
     state, results = engine.generate(params, state)
     assert results.get_result_at_slot(0).valid.tolist() == [[0]]  # the Driver may have the slot again
     assert results.get_result_at_slot(2).valid.sum() == 4
-    assert state.slots.busy == 1
+    assert state.busy == 1
     assert [a.tokens.size for a in jobs[0].result(0)] == [4, 4]
 
 
@@ -401,16 +401,16 @@ def test_a_group_cancelled_while_a_call_ends_keeps_its_prompt_as_long_as_a_row(e
     last = job.active.answers[1]
     monkeypatch.setattr(last, "take", lambda *_: job.end())
     state, _ = engine.generate(params, state)
-    assert state.slots.busy == 1
-    assert state.slots.prefixes[state.slots.rows[0].group.prefix] is job.active
+    assert state.busy == 1
+    assert state.prefixes[state.rows[0].group.prefix] is job.active
     asked = DriverGroup(Request(PROMPTS[1], 8, 4, GREEDY))
     for slot, ticket in enumerate(asked.tickets[:2]):
         state = engine.insert(engine.prefill(params=params, padded_tokens=ticket, true_length=1), state, slot=slot)
     state, _ = engine.generate(params, state)
     assert [d.tokens for d in asked.active.answers[:2]] == [greedy(PROMPTS[1])[0][:4]] * 2
     state, _ = engine.generate(params, state)
-    assert state.slots.busy == 0
-    assert job.active not in state.slots.prefixes
+    assert state.busy == 0
+    assert job.active not in state.prefixes
 
 
 def test_an_answer_cancelled_on_its_way_costs_nothing(engine):
@@ -420,7 +420,7 @@ def test_an_answer_cancelled_on_its_way_costs_nothing(engine):
     state = engine.insert(prefix, engine.init_decode_state(), slot=2)
     state, results = engine.generate(engine.load_params(), state)
     assert results.get_result_at_slot(2).valid.tolist() == [[0]]
-    assert engine.counts["prefills"] == state.slots.busy == 0
+    assert engine.counts["prefills"] == state.busy == 0
 
 
 def test_a_ticket_passes_the_tokenizer(engine):
