@@ -99,8 +99,8 @@ class Bytes:
 
     added_tokens_decoder = {}
 
-    def encode(self, text, **_):
-        return TOKENIZER.encode(text)
+    def encode(self, text, **how):
+        return TOKENIZER.hf.encode(text, **how)
 
     def decode(self, ids, **_):
         said = TOKENIZER.decode(ids).encode()
