@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-from jaxrl_llm.sampler.requests import Answer, Group, Request
+from jaxrl_llm.sampler.requests import Answer, Group, Request, check
 from jaxrl_llm.serving import server, supervisor
 
 FAKE = Path(__file__)  # the program
@@ -44,8 +44,6 @@ def answers(request: Request, version: int) -> Group:
 class FakeBackend:
     """Answers after `delay_s`, all requests at once. `submitted` and `cancelled` are for tests to read."""
 
-    vocab_size, max_prompt_tokens, max_tokens = 50, 16, 64
-
     def __init__(self, delay_s: float = 0.0):
         self.delay_s, self.version, self.manifest = delay_s, 0, MANIFEST
         self.loaded: dict[str, np.ndarray] = {}
@@ -57,6 +55,7 @@ class FakeBackend:
         self._lock = threading.Lock()
 
     def submit(self, request: Request) -> Future[Group]:
+        check(request, vocab_size=50, max_prompt_tokens=16, max_tokens=64)
         if request.stop == ("unservable",):
             raise ValueError("stop='unservable': expected another")
         future: Future[Group] = Future()

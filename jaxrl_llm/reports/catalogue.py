@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,6 @@ from jaxrl_llm.rewards import length
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "algorithms.md"
 COMMAND = "python -m jaxrl_llm.reports.catalogue"
-WIDTH = 120
 GROUPS = ("shaping", "prompts", "updates")  # fields of an Algorithm that hold fields
 # Where the columns of `table` begin; a longer cell moves the rest of its own row.
 STOPS = {"name": 0, "advantage": 15, "loss": 32, "norm": 59, "extras": 72, "paper": 107}
@@ -43,19 +43,14 @@ your own is an `Algorithm` with your functions. This page is made from the code 
 """
 
 
-# --- what a row says ----------------------------------------------------------------------------------------------
-
-
 def _show(value: Any) -> str:
     """A field's value: a function by its name and the keywords that are not its defaults, a dataclass likewise."""
-    if dataclasses.is_dataclass(value):
-        kept = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        default = {f.name: f.default for f in dataclasses.fields(value)}
-        return ", ".join(f"{k}={_show(v)}" for k, v in kept if v != default[k]) or "as by default"
-    if callable(value):
-        fn, keywords = unbound(value)
+    if dataclasses.is_dataclass(value) or callable(value):
+        fn, keywords = (type(value), vars(value)) if dataclasses.is_dataclass(value) else unbound(value)
         default = {k: p.default for k, p in inspect.signature(fn).parameters.items()}
         changed = ", ".join(f"{k}={_show(v)}" for k, v in keywords.items() if v != default.get(k))
+        if dataclasses.is_dataclass(value):
+            return changed or "as by default"
         return f"{fn.__name__}({changed})" if changed else fn.__name__
     if isinstance(value, float):
         return repr(value).removesuffix(".0").replace("e-0", "e-")
@@ -70,13 +65,12 @@ def _values(a: Algorithm) -> dict[str, Any]:
 
 def _facts(a: Algorithm) -> dict[str, str]:
     """Every field but the paper as text; the three of the KL are one fact, and so are the two of the norm."""
-    facts = {name: _show(value) for name, value in _values(a).items() if name not in ("paper", "kl", "norm")}
-    beta, kind = facts.pop("kl_coef"), a.kl
-    within = " in reward" if facts.pop("kl_in") == "'reward'" else ""
-    limit = facts.pop("norm_length")
-    norm = a.norm if limit == "None" else f"{a.norm}({limit})"
+    merged = ("paper", "kl", "kl_coef", "kl_in", "norm", "norm_length")
+    facts = {name: _show(value) for name, value in _values(a).items() if name not in merged}
+    norm = a.norm if a.norm_length is None else f"{a.norm}({a.norm_length})"
+    kl = f"{_show(a.kl_coef)}·{a.kl}{' in reward' if a.kl_in == 'reward' else ''}" if a.needs_reference else "None"
     first = {name: facts.pop(name) for name in ("advantage", "token_advantage", "loss")}
-    return {**first, "norm": norm, "KL": f"{beta}·{kind}{within}" if a.needs_reference else "None", **facts}
+    return {**first, "norm": norm, "KL": kl, **facts}
 
 
 _PLAIN_ROW = Algorithm(advantages.raw, losses.reinforce, "token")
@@ -105,9 +99,10 @@ def _extras(a: Algorithm) -> list[str]:
 
 
 def _fit(parts: list[str], width: int) -> str:
-    """The parts that fit, and how many more there are."""
+    """The parts that fit, and how many there are besides."""
     for n in range(len(parts), -1, -1):
-        text = ", ".join([*parts[:n], *([f"+{len(parts) - n}"] if n < len(parts) else [])])
+        rest = [f"+{len(parts) - n}"] if n < len(parts) else []
+        text = ", ".join(parts[:n] + rest)
         if len(text) <= width:
             break
     return text
@@ -116,8 +111,7 @@ def _fit(parts: list[str], width: int) -> str:
 def _row(cells: Iterable[str]) -> str:
     line = ""
     for stop, cell in zip(STOPS.values(), cells, strict=True):
-        line = line.ljust(stop) if len(line) <= stop - 2 or not stop else f"{line}  "
-        line += cell
+        line = (line + "  " if stop else "").ljust(stop) + cell
     return line.rstrip()
 
 
@@ -162,35 +156,35 @@ def _parameters(fn: Callable) -> str:
     return ", ".join(p.name if p.default is p.empty else f"{p.name}={_show(p.default)}" for p in given)
 
 
-# --- the page -----------------------------------------------------------------------------------------------------
-
-
 def _public(module: ModuleType) -> list[Callable]:
     here = lambda fn: inspect.isfunction(fn) and fn.__module__ == module.__name__ and not fn.__name__.startswith("_")
     return [fn for fn in vars(module).values() if here(fn)]
 
 
-def _equations(lines: Iterable[str], names: Iterable[str] = ()) -> str:
-    """A block of a docstring's equations, with the names of our functions set as such."""
-    ours = (fn.__name__ for module in (losses, advantages, corrections) for fn in _public(module))
-    return latex.fence(lines, {*names, *ours})
+OURS = {fn.__name__ for module in (losses, advantages, corrections) for fn in _public(module)}
 
 
-def _paragraphs(doc: str) -> Iterator[tuple[bool, list[str]]]:
-    """The lines of each paragraph, and whether it is a block of equations."""
-    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(doc)):
-        lines = paragraph.splitlines()
-        yield lines[0].startswith("    "), lines
+def _equations(text: str, names: Iterable[str] = ()) -> str:
+    """A block of a docstring's equations; names of our functions, and `names`, are set as such."""
+    return latex.fence(text, OURS.union(names))
+
+
+def _paragraphs(doc: str, block: bool | None = None) -> list[str]:
+    """A docstring's paragraphs; those that are an indented block, or are not, if asked for."""
+    every = re.split(r"\n\s*\n", inspect.cleandoc(doc))
+    return [text for text in every if block in (None, text.startswith("    "))]
 
 
 def _markdown(doc: str, names: Iterable[str] = ()) -> list[str]:
     """A docstring's paragraphs: equations in fences, lists of names and meanings as they stand, papers linked."""
     out = []
-    for block, lines in _paragraphs(doc):
-        if block and re.match(r"    [a-z_/, ]+ {2,}\S", lines[0]):
-            out.append("\n".join(["```text", *(line[4:] for line in lines), "```"]))
+    for text in _paragraphs(doc):
+        if not text.startswith("    "):
+            out.append(_linked(text))
+        elif re.match(r"    [a-z_/, ]+ {2,}\S", text):
+            out.append(f"```text\n{textwrap.dedent(text)}\n```")
         else:
-            out.append(_equations(lines, names) if block else _linked("\n".join(lines)))
+            out.append(_equations(text, names))
     return out
 
 
@@ -215,13 +209,12 @@ def _entry(fn: Callable) -> list[str]:
 
 def _weights() -> list[str]:
     """The section on `token_weights`, whose docstring has one line for each norm."""
-    doc = list(_paragraphs(token_weights.token_weights.__doc__))
-    names = inspect.signature(token_weights.token_weights).parameters
-    out = [_linked("\n".join(lines)) for block, lines in doc if not block]
-    for line in next(lines for block, lines in doc if block):
-        norm, *statements = re.split(r" {2,}", line.strip())
-        uses = lambda a, norm=norm: a.norm == norm
-        out += [f"### `{norm}`", _equations(["   ".join(statements)], names), *_used_by(uses)]
+    fn = token_weights.token_weights
+    out = [_linked(text) for text in _paragraphs(fn.__doc__, block=False)]
+    for line in _paragraphs(fn.__doc__, block=True)[0].splitlines():
+        norm, equation = re.split(r" {2,}", line.strip(), maxsplit=1)
+        users = _used_by(lambda a, norm=norm: a.norm == norm)
+        out += [f"### `{norm}`", _equations(equation, inspect.signature(fn).parameters), *users]
     return out
 
 
@@ -260,8 +253,8 @@ def page() -> str:
     shown = [fn for _, functions in sections.values() for fn in functions]
     others = [fn for a in ALGORITHMS.values() for fn in _functions(a) if fn not in shown]
     sections["Groups, prompts and forms"] = (None, list(dict.fromkeys(others)))
-    loss = next(lines for block, lines in _paragraphs(losses.__doc__) if block)
-    out = [INTRODUCTION.format(loss=_equations(loss)).strip(), _methods()]
+    loss = _equations(_paragraphs(losses.__doc__, block=True)[0])
+    out = [INTRODUCTION.format(loss=loss).strip(), _methods()]
     for cls in (Algorithm, Shaping, PromptChoice, Updates, Critic):
         out += [f"## Fields of `{cls.__name__}`", _linked(inspect.cleandoc(cls.__doc__)), _fields(cls)]
     out += ["## Token weights", *_weights()]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 # One colour, one meaning: blue is the training batch, orange held-out problems and extremes, green and red are
 # correct and wrong.
@@ -20,31 +20,27 @@ INK, MUTED, RULE = "#1b2430", "#6b7686", "#e6e9ee"
 BLUE, ORANGE, DARK_ORANGE, GREEN, RED = "#2f6bd8", "#e8820c", "#b96200", "#2a9d6a", "#d0475a"
 WIDTH, HEIGHT, DPI = 1200, 700, 100  # pixels
 
+Rows = list[dict[str, Any]]  # of metrics.jsonl
 Curve = tuple[np.ndarray, np.ndarray]  # steps [N], values [N] with NaN where undefined
 
 
-# --- reading ----------------------------------------------------------------------------------------------------
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> Rows:
     """The lines of a log by step; of a run still writing, the half line at the end is left out."""
     rows = []
     for line in path.read_bytes().splitlines():
-        try:
+        with suppress(ValueError):
             rows.append(json.loads(line))
-        except ValueError:
-            continue
     return sorted(rows, key=lambda row: row["step"])
 
 
-def _curve(rows: list[dict[str, Any]], name: str) -> Curve:
+def _curve(rows: Rows, name: str) -> Curve:
     """Steps and values of the rows that have the metric; null is NaN."""
     found = [(row["step"], row[name]) for row in rows if name in row]
-    values = np.array([np.nan if v is None else v for _, v in found], np.float64)
-    return np.array([step for step, _ in found], np.float64), values
+    steps, values = np.array(found, np.float64).reshape(-1, 2).T
+    return steps, values
 
 
-def _finite(rows: list[dict[str, Any]], name: str) -> Curve:
+def _finite(rows: Rows, name: str) -> Curve:
     steps, values = _curve(rows, name)
     return steps[np.isfinite(values)], values[np.isfinite(values)]
 
@@ -67,11 +63,8 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return np.where(defined | (weight > 0.2 * kernel.sum()), total / np.maximum(weight, 1e-12), np.nan)
 
 
-# --- drawing ----------------------------------------------------------------------------------------------------
-
-
 def panel(ax: Axes, title: str, unit: str) -> None:
-    """An empty panel, its title on the left, that will have whole numbers on its x axis."""
+    """An empty panel with whole numbers on its x axis, and its title on the left."""
     ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
     ax.set_ylabel(unit, fontsize=9, color=MUTED)
     ax.grid(axis="y", color=RULE, linewidth=0.8)
@@ -80,28 +73,35 @@ def panel(ax: Axes, title: str, unit: str) -> None:
     ax.spines["bottom"].set_color("#b8c0cc")
     ax.tick_params(labelsize=9, labelcolor=MUTED, color="#b8c0cc", length=0, which="both")
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     ax.yaxis.set_label_coords(-0.15, 0.5)
 
 
-def _lines(ax: Axes, rows: list[dict[str, Any]], names: dict[str, tuple[str, str]]) -> np.ndarray:
-    """Draw metric → (label, colour): the smoothed curve over its faint values. Returns the finite values drawn."""
-    drawn = []
-    for name, (label, color) in names.items():
+def _plot(ax: Axes, rows: Rows, title: str, unit: str, curves: dict[str, tuple[str, str]]) -> np.ndarray:
+    """A panel of metric → (label, colour), each smoothed over its faint values. Returns the finite values drawn.
+
+    The y axis begins at 0 unless some value is negative.
+    """
+    panel(ax, title, unit)
+    drawn = [np.zeros(0)]
+    for name, (label, color) in curves.items():
         steps, values = _curve(rows, name)
         finite = np.isfinite(values)
+        drawn.append(values[finite])
         if not finite.any():
             continue
-        drawn.append(values[finite])
-        few = finite.sum() <= 25  # a single value between undefined ones draws no line
         smooth = _smooth(values)
         if smooth is not values:
             faint = 0.22 if len(values) < 2000 else 0.12
             ax.plot(steps, values, color=color, alpha=faint, linewidth=0.8, zorder=1.9)  # below every smoothed curve
-        style = {"marker": "o", "markersize": 3.5} if few else {}
-        ax.plot(steps, smooth, color=color, linewidth=1.8, label=label, solid_capstyle="round", **style)
-    return np.concatenate(drawn) if drawn else np.zeros(0)
+        few = finite.sum() <= 25  # a single value between undefined ones draws no line
+        ax.plot(steps, smooth, color=color, linewidth=1.8, label=label, solid_capstyle="round",
+            marker="o" if few else None, markersize=3.5)  # fmt: skip
+    finite = np.concatenate(drawn)
+    if len(finite) and finite.min() >= 0:
+        ax.set_ylim(0, max(float(finite.max()) * 1.08, 1e-3))
+    return finite
 
 
 def legend(ax: Axes, columns: int = 3) -> None:
@@ -111,27 +111,23 @@ def legend(ax: Axes, columns: int = 3) -> None:
             fontsize=9, labelcolor="linecolor", handlelength=0.9, handletextpad=0.4, columnspacing=0.9)  # fmt: skip
 
 
-def _absent(ax: Axes) -> None:
-    ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", va="center", color="#a3acb9", fontsize=10)
-    ax.set_ylabel("")
-    ax.yaxis.set_major_locator(NullLocator())
+def _percent(y: float, _: int) -> str:
+    return f"{100 * y:.3g}%"
 
 
-def _percent(ax: Axes) -> None:
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%"))
-
-
-def _held_out(ax: Axes, rows: list[dict[str, Any]]) -> np.ndarray:
+def _held_out(ax: Axes, rows: Rows) -> np.ndarray:
     """Markers at the evaluations, the first and the last with their value. Returns the values drawn."""
     steps, values = _finite(rows, "eval/accuracy")
-    size = float(np.clip(120 / max(len(values), 1), 3, 6))
+    if not len(values):
+        return values
+    size = float(np.clip(120 / len(values), 3, 6))
     ax.plot(steps, values, color=ORANGE, linewidth=1.2, marker="o", markersize=size, markeredgecolor="white",
-            markeredgewidth=0.7, label="held-out" if len(values) else "", zorder=4)  # fmt: skip
+            markeredgewidth=0.7, label="held-out", zorder=4)  # fmt: skip
     train_steps, train = _curve(rows, "accuracy")
-    for i in sorted({0, len(values) - 1} if len(values) else set()):
-        here = train[np.argsort(np.abs(train_steps - steps[i]))[:5]]
+    for i in sorted({0, len(values) - 1}):
+        nearby = train[np.argsort(np.abs(train_steps - steps[i]))[:5]]
         # On the side of the point where the training curve is not, but never down on the axis.
-        below = np.nanmean([values[i], *here]) > values[i] > 0.2 * ax.dataLim.y1
+        below = np.nanmean([values[i], *nearby]) > values[i] > 0.2 * ax.dataLim.y1
         ax.annotate(f"{values[i]:.1%}", (steps[i], values[i]), xytext=(0, -16 if below else 8), zorder=5,
             textcoords="offset points", ha="right" if i else "left", fontsize=10, fontweight="bold",
             color=DARK_ORANGE, path_effects=[withStroke(linewidth=3, foreground="white")])  # fmt: skip
@@ -147,73 +143,57 @@ def log_axis(ax: Axes, values: np.ndarray, name: Literal["x", "y"]) -> None:
         axis.set_ticks([0])
         return
     low, high = 10.0 ** np.floor(np.log10(positive.min())), 10.0 ** np.ceil(np.log10(positive.max() * 1.05))
+    decades = np.arange(np.log10(low), np.log10(high) + 0.5)
+    ticks = 10.0 ** decades[:: int(np.ceil(len(decades) / 6))]
     if len(positive) < len(values):
         scale("symlog", linthresh=low, linscale=0.6)
         bounds(-0.1 * low, high)
+        ticks = [0.0, *ticks]
     else:
         scale("log")
         bounds(low, high)
-    decades = np.arange(np.log10(low), np.log10(high) + 0.5)
-    ticks = 10.0 ** decades[:: int(np.ceil(len(decades) / 6))]
-    axis.set_ticks([0.0, *ticks] if len(positive) < len(values) else ticks)
+    axis.set_ticks(ticks)
     axis.set_minor_locator(NullLocator())
 
 
-def _accuracy(ax: Axes, rows: list[dict[str, Any]]) -> None:
-    panel(ax, "Accuracy", "correct answers")
-    values = _lines(ax, rows, {"accuracy": ("train", BLUE)})
+def _accuracy(ax: Axes, rows: Rows) -> None:
+    values = _plot(ax, rows, "Accuracy", "correct answers", {"accuracy": ("train", BLUE)})
     values = np.concatenate([values, _held_out(ax, rows)])
-    if not len(values):
-        return _absent(ax)
-    # Room above the curve for the annotations, but no ticks above 100%.
-    top = max(float(values.max()) * 1.18, 0.02)
-    ax.set_ylim(0, top)
-    ax.set_yticks([t for t in MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(0, top) if t <= min(1.0, top)])
-    _percent(ax)
+    if len(values):  # room above the curve for the annotations, but no ticks above 100%
+        top = max(float(values.max()) * 1.18, 0.02)
+        ax.set_ylim(0, top)
+        ax.set_yticks([t for t in MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(0, top) if t <= min(1.0, top)])
+        ax.yaxis.set_major_formatter(_percent)
 
 
-def _simple(
-    ax: Axes, rows: list[dict[str, Any]], title: str, unit: str, names: dict[str, tuple[str, str]]
-) -> np.ndarray:
-    """A panel of these curves, from 0 up unless some value is negative. Returns the finite values drawn."""
-    panel(ax, title, unit)
-    values = _lines(ax, rows, names)
-    if not len(values):
-        _absent(ax)
-    elif values.min() >= 0:
-        ax.set_ylim(0, max(float(values.max()) * 1.08, 1e-3))
-    return values
-
-
-def _gap(ax: Axes, rows: list[dict[str, Any]]) -> None:
+def _gap(ax: Axes, rows: Rows) -> None:
     curves = {"gap/mean": ("mean", BLUE), "gap/max": ("max", ORANGE)}
-    values = _simple(ax, rows, "Sampler–learner gap", "|Δ probability|", curves)
+    values = _plot(ax, rows, "Sampler–learner gap", "|Δ probability|", curves)
     if len(values):
         log_axis(ax, values, "y")
-        if not (values > 0).any():
+        if not values.any():
             ax.text(0.5, 0.5, "0 at every step", transform=ax.transAxes, ha="center", color=MUTED, fontsize=10)
 
 
-def _norm(ax: Axes, rows: list[dict[str, Any]]) -> None:
-    values = _simple(ax, rows, "Gradient norm", "L2", {"grad_norm": ("", BLUE)})
+def _norm(ax: Axes, rows: Rows) -> None:
+    values = _plot(ax, rows, "Gradient norm", "L2", {"grad_norm": ("", BLUE)})
+    ax.yaxis.set_major_locator(MaxNLocator(2))
     if len(values) and values.min() > 0 and values.max() > 30 * np.median(values):  # one spike would flatten the rest
         ax.set_yscale("log")
         ax.set_ylim(0.8 * values.min(), 1.3 * values.max())
         ax.yaxis.set_major_locator(LogLocator(numticks=4))
         ax.yaxis.set_minor_locator(NullLocator())
-    elif len(values):
-        ax.yaxis.set_major_locator(MaxNLocator(2))
 
 
-def _clipped(ax: Axes, rows: list[dict[str, Any]]) -> None:
+def _clipped(ax: Axes, rows: Rows) -> None:
     curves = {"clip/low": ("ratio too low", BLUE), "clip/high": ("too high", ORANGE)}
-    if len(values := _simple(ax, rows, "Clipped", "of tokens", curves)):
-        ax.set_ylim(0, max(float(values.max()) * 1.08, 0.01))
-        ax.yaxis.set_major_locator(MaxNLocator(2))
-        _percent(ax)
+    values = _plot(ax, rows, "Clipped", "of tokens", curves)
+    ax.set_ylim(0, max(float(values.max(initial=0)) * 1.08, 0.01))
+    ax.yaxis.set_major_locator(MaxNLocator(2))
+    ax.yaxis.set_major_formatter(_percent)
 
 
-def _subtitle(rows: list[dict[str, Any]]) -> str:
+def _subtitle(rows: Rows) -> str:
     facts = [f"{rows[-1]['step']:,} step{'s' * (rows[-1]['step'] != 1)}"] if rows else ["no steps yet"]
     seconds = np.nansum(_curve(rows, "perf/step_s")[1])
     if seconds:
@@ -228,9 +208,7 @@ def _subtitle(rows: list[dict[str, Any]]) -> str:
 
 def canvas() -> Figure:
     """An empty picture of 1200×700 pixels."""
-    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
 
 
 def head(figure: Figure, title: str, subtitle: str) -> None:
@@ -261,10 +239,10 @@ def draw(out: Path, title: str = "") -> Path:
     norm, clip = (figure.add_subplot(split[i]) for i in range(2))
 
     _accuracy(first, rows)
-    _simple(second, rows, "Reward", "mean per response", {"reward/mean": ("", BLUE)})
+    _plot(second, rows, "Reward", "mean per response", {"reward/mean": ("", BLUE)})
     lengths = {"correct": GREEN, "wrong": RED, "mean": BLUE}
-    _simple(third, rows, "Length", "tokens per response", {f"length/{k}": (k, color) for k, color in lengths.items()})
-    _simple(fourth, rows, "Entropy", "nats per token", {"entropy": ("", BLUE)})
+    _plot(third, rows, "Length", "tokens per response", {f"length/{k}": (k, color) for k, color in lengths.items()})
+    _plot(fourth, rows, "Entropy", "nats per token", {"entropy": ("", BLUE)})
     _gap(fifth, rows)
     _norm(norm, rows)
     _clipped(clip, rows)
@@ -274,11 +252,14 @@ def draw(out: Path, title: str = "") -> Path:
     for ax in figure.axes:
         ax.set_xlim(steps[0] - margin, steps[-1] + margin)
         legend(ax)
+        if not ax.lines:
+            ax.text(0.5, 0.5, "not recorded", transform=ax.transAxes, ha="center", va="center", color="#a3acb9",
+                fontsize=10)  # fmt: skip
+            ax.set_ylabel("")
+            ax.yaxis.set_major_locator(NullLocator())
     norm.tick_params(labelbottom=False)
     for ax in (fourth, fifth, clip):
         ax.set_xlabel("step", fontsize=9, color=MUTED)
     head(figure, title or out.resolve().name, _subtitle(rows))
-
-    path = out / "curves.png"
-    save(figure, path)
-    return path
+    save(figure, out / "curves.png")
+    return out / "curves.png"

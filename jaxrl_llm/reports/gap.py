@@ -6,11 +6,10 @@ sampled tokens. Δp is the learner's probability of such a token minus the sampl
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models import transformer
 from jaxrl_llm.objective import corrections
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.run import evals, trainer
+from jaxrl_llm.run import evals, folder, trainer
 from jaxrl_llm.sampler import groups
 from jaxrl_llm.types import Rollouts, expect
 
@@ -86,9 +85,6 @@ class Gap:
     worst: tuple[Token, ...]  # largest |Δp| first
 
 
-# --- what is compared -------------------------------------------------------------------------------------------
-
-
 def load(run: Path, problems: int, samples: int, worst: int) -> tuple[Learner, Any, int]:
     """A run's learner, set to `problems` × `samples` answers, its newest checkpoint's parameters and step.
 
@@ -127,21 +123,20 @@ def measure_gap(learner: Learner, params: Any, sampler: Learner, *, worst: int) 
 
     params: the learner's, on its mesh. worst: tokens to show. Raises ValueError if a log-prob is not finite.
     """
-    r, kv = sampler.config.rollout, sampler.config.rollout.kv_dtype
+    r = sampler.config.rollout
     answers = sample_answers(sampler, params)
     mask = np.arange(answers.tokens.shape[1]) < answers.lengths[:, None]
     logp = np.where(mask, learner_logprobs(learner, params, answers), 0.0)
     for name, values in (("sampler", answers.sampler_logp), ("learner", logp)):
         expect(np.isfinite(values).all(), f"{name}'s log-probs", float(values.sum()), "finite numbers")
     whole, by_length, by_position = summary(logp, answers.sampler_logp, mask, r.max_response_tokens)
-    return Gap(
-        f"{r.dtype} + {kv} kv" if kv else r.dtype,
-        "×".join(map(str, sampler.mesh.devices.shape)),
-        whole,
-        by_length,
-        by_position,
-        worst_tokens(learner.tokenizer, answers, logp, worst),
-    )
+    name = f"{r.dtype} + {r.kv_dtype} kv" if r.kv_dtype else r.dtype
+    shown = worst_tokens(learner.tokenizer, answers, logp, worst)
+    return Gap(name, _mesh_name(sampler), whole, by_length, by_position, shown)
+
+
+def _mesh_name(learner: Learner) -> str:
+    return "×".join(map(str, learner.mesh.devices.shape))
 
 
 def sample_answers(sampler: Learner, params: Any) -> Rollouts:
@@ -166,24 +161,16 @@ def learner_logprobs(learner: Learner, params: Any, answers: Rollouts) -> Float[
     unit = sharding.rows(1, learner.mesh) * learner.config.micro_batches
     rounded_up = lambda n: -(-n // unit) * unit
     n = min(rounded_up(max(1, r.prompts * r.group_size // group)), rounded_up(count))
-    parts = -(-count // n)
-
-    def in_parts(x: np.ndarray) -> np.ndarray:
-        """x [rows, …] as [parts, rows/parts, …]; the last part is filled up with copies of the last row."""
-        missing = (parts * n - count) * (len(x) // count)
-        return np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), mode="edge").reshape(parts, -1, *x.shape[1:])
-
     shape = batching.bucket(int(answers.prompt_lengths.max()) - 1), batching.bucket(int(answers.lengths.max()))
-    batch = jax.tree.map(in_parts, jax.device_get(batching.make_batch(answers, shape=shape)))
-    logp = []
+    batch, logp = jax.device_get(batching.make_batch(answers, shape=shape)), []
     with jax.set_mesh(learner.mesh):
-        for i in range(parts):
-            part = jax.device_put(jax.tree.map(lambda x, i=i: x[i], batch), sharding.batch_sharding(learner.mesh))
+        for start in range(0, count, n):
+            prompts = np.minimum(np.arange(start, start + n), count - 1)  # the last part is filled up with copies
+            rows = (prompts[:, None] * group + np.arange(group)).ravel()
+            part = jax.tree.map(lambda x, p=prompts, b=rows: x[p if len(x) == count else b], batch)
+            part = jax.device_put(part, sharding.batch_sharding(learner.mesh))
             logp.append(jax.device_get(learner.logprobs(params, part)[0]))
     return np.concatenate(logp)[: count * group, : answers.tokens.shape[1]]
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------
 
 
 def summary(
@@ -195,37 +182,25 @@ def summary(
     """
     width = ((0, 0), (0, longest - mask.shape[1]))  # one shape for all samplers: one compilation
     logp, sampler_logp, mask = (np.pad(x, width) for x in (logp, sampler_logp, mask))
-    stats_of = partial(_stats, logp, sampler_logp)
-    lengths, position = mask.sum(axis=1), np.arange(longest)
+    lengths, position = mask.sum(axis=1)[:, None], np.arange(longest)
+    stats_of = lambda where: _stats(logp, sampler_logp, mask & where)
     edges = [0, *(SHORT * 2**i for i in range(longest.bit_length()))]
     step = -(-longest // POSITIONS)
-    by_length = [
-        Span(low + 1, high, stats_of(mask & ((low < lengths) & (lengths <= high))[:, None]))
-        for low, high in zip(edges, edges[1:], strict=False)
-    ]
-    by_position = [
-        Span(low, min(low + step, longest) - 1, stats_of(mask & (low <= position) & (position < low + step)))
-        for low in range(0, longest, step)
-    ]
-    nonempty = lambda spans: tuple(s for s in spans if s.stats.tokens)
-    return stats_of(mask), nonempty(by_length), nonempty(by_position)
+    by_length = [(low + 1, high, (low < lengths) & (lengths <= high)) for low, high in itertools.pairwise(edges)]
+    ends = [(low, min(low + step, longest) - 1) for low in range(0, longest, step)]
+    by_position = [(first, last, (first <= position) & (position <= last)) for first, last in ends]
+    spans = lambda ranges: tuple(Span(a, b, stats) for a, b, where in ranges if (stats := stats_of(where)).tokens)
+    return stats_of(True), spans(by_length), spans(by_position)
 
 
 def _stats(logp: np.ndarray, sampler_logp: np.ndarray, mask: np.ndarray) -> Stats:
-    report = {name: float(x) for name, x in _report(logp, sampler_logp, mask).items()}
-    tokens, gap = int(mask.sum()), _gaps(logp, sampler_logp)
-    share = lambda where: float((mask & where).sum() / max(tokens, 1))
-    return Stats(
-        answers=int(mask.any(axis=1).sum()),
-        tokens=tokens,
-        mean=report["gap/mean"],
-        max=report["gap/max"],
-        mean_log=float(np.abs(logp - sampler_logp).sum(where=mask) / max(tokens, 1)),
-        k3=report["gap/k3"],
-        ess=report["gap/ess"],
-        above_1=share(gap > 0.01),
-        above_10=share(gap > 0.1),
+    report = {name.removeprefix("gap/"): float(x) for name, x in _report(logp, sampler_logp, mask).items()}
+    gap, answers, tokens = _gaps(logp, sampler_logp), int(mask.any(axis=1).sum()), int(mask.sum())
+    mean_log, above_1, above_10 = (
+        float(x.sum(where=mask) / max(tokens, 1)) for x in (np.abs(logp - sampler_logp), gap > 0.01, gap > 0.1)
     )
+    mean, largest, k3, ess = (report[name] for name in ("mean", "max", "k3", "ess"))
+    return Stats(answers, tokens, mean, largest, mean_log, k3, ess, above_1, above_10)
 
 
 def _gaps(logp: np.ndarray, sampler_logp: np.ndarray) -> np.ndarray:
@@ -244,15 +219,9 @@ def worst_tokens(tokenizer: Tokenizer, answers: Rollouts, logp: Float[np.ndarray
         row, t = divmod(int(i), gaps.shape[1])
         p, beginning = row // answers.group_size, answers.tokens[row, : t + 1]
         before = [*answers.prompt_tokens[p, : answers.prompt_lengths[p]], *beginning[:-1]]
-        token = Token(
-            prompt=answers.prompts[p].text,
-            context=tokenizer.decode(before[-CONTEXT:]),
-            token=tokenizer.decode(beginning[-1:]),
-            position=t,
-            sampler_p=float(np.exp(answers.sampler_logp[row, t])),
-            learner_p=float(np.exp(logp[row, t])),
-            gap=float(gaps[row, t]),
-        )
+        texts = answers.prompts[p].text, tokenizer.decode(before[-CONTEXT:]), tokenizer.decode(beginning[-1:])
+        sampler_p, learner_p = (float(np.exp(x[row, t])) for x in (answers.sampler_logp, logp))
+        token = Token(*texts, t, sampler_p, learner_p, float(gaps[row, t]))
         found.setdefault((p, beginning.tobytes()), token)
     return tuple(found.values())
 
@@ -265,10 +234,8 @@ def write(gaps: list[Gap], out: Path, learner: Learner, step: int) -> Path:
         "problems": min(config.evaluation.problems, len(learner.task.test)),
         "samples": config.evaluation.samples,
         "temperature": config.rollout.temperature,
-        "learner": {"dtype": config.model.dtype, "mesh": "×".join(map(str, learner.mesh.devices.shape))},
+        "learner": {"dtype": config.model.dtype, "mesh": _mesh_name(learner)},
         "samplers": [asdict(gap) for gap in gaps],
     }
-    temporary = path.with_name("gap.json.tmp")
-    temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    folder.write_whole(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return path

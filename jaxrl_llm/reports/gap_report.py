@@ -11,6 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from jaxrl_llm.reports import curves
 from jaxrl_llm.reports.gap import Gap
@@ -25,9 +28,6 @@ def styles(gaps: Sequence[Gap]) -> list[dict[str, Any]]:
     precisions = list(dict.fromkeys(g.sampler for g in gaps))
     meshes = list(dict.fromkeys(g.mesh for g in gaps))
     return [{"color": COLORS[precisions.index(g.sampler)], "linestyle": DASHES[meshes.index(g.mesh)]} for g in gaps]
-
-
-# --- the picture ------------------------------------------------------------------------------------------------
 
 
 def picture(gaps: Sequence[Gap], path: Path, title: str, subtitle: str) -> None:
@@ -57,9 +57,8 @@ def _samplers(ax: Axes, gaps: Sequence[Gap]) -> None:
     ax.yaxis.set_minor_locator(NullLocator())
     ax.grid(axis="x", color=curves.RULE, linewidth=0.8)
     ax.set_xlabel("|Δ probability|", fontsize=9, color=curves.MUTED)
-    marks = [
-        Line2D([], [], color=curves.MUTED, marker=m, linestyle="", label=l) for m, l in (("o", "mean"), ("D", "max"))
-    ]
+    mark = lambda marker, label: Line2D([], [], color=curves.MUTED, marker=marker, linestyle="", label=label)
+    marks = [mark("o", "mean"), mark("D", "max")]
     ax.legend(handles=marks, loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=2, frameon=False, fontsize=9,
         labelcolor=curves.MUTED, handletextpad=0.2, columnspacing=0.9)  # fmt: skip
 
@@ -67,43 +66,34 @@ def _samplers(ax: Axes, gaps: Sequence[Gap]) -> None:
 def _positions(ax: Axes, gaps: Sequence[Gap]) -> None:
     """The legend names the precisions; the line's dashes are those of the sampler's row in the other panel."""
     curves.panel(ax, "By position", "mean |Δ probability|")
-    named = set()
+    first = {g.sampler: g for g in reversed(gaps)}
     for gap, style in zip(gaps, styles(gaps), strict=True):
-        x = [(s.first + s.last) / 2 for s in gap.by_position]
-        y = [s.stats.mean for s in gap.by_position]
-        label = "" if gap.sampler in named else gap.sampler
+        x, y = zip(*(((s.first + s.last) / 2, s.stats.mean) for s in gap.by_position), strict=True)
+        label = gap.sampler if gap is first[gap.sampler] else ""
         ax.plot(x, y, **style, linewidth=1.8, marker="o", markersize=3.5, label=label, solid_capstyle="round")
-        named.add(gap.sampler)
     curves.log_axis(ax, np.array([s.stats.mean for g in gaps for s in g.by_position]), "y")
     ax.set_xlabel("tokens of the answer before it", fontsize=9, color=curves.MUTED)
     curves.legend(ax, columns=len(COLORS))
 
 
-# --- the terminal -----------------------------------------------------------------------------------------------
-
-
 def tables(gaps: Sequence[Gap], worst: int) -> None:
     """Print the samplers' gaps; those of the first sampler's mesh by length, and their `worst` tokens."""
-    import rich.console
-
-    console = rich.console.Console(markup=False, emoji=False, highlight=False)
+    console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = COLUMNS
     first = [g for g in gaps if g.mesh == gaps[0].mesh]
     console.print(_by_sampler(gaps), _by_length(first), *([_worst(first, worst)] if worst else []), sep="\n")
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Any:
+def _table(title: str, *columns: str, left: int = 1) -> Table:
     """An empty table whose first `left` columns are text and whose others are numbers."""
-    from rich import box, table
-
-    out = table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for i, name in enumerate(columns):
         out.add_column(name, justify="left" if i < left else "right", no_wrap=True)
     return out
 
 
-def _by_sampler(gaps: Sequence[Gap]) -> Any:
+def _by_sampler(gaps: Sequence[Gap]) -> Table:
     table = _table("|Δ probability| by sampler", "sampler", "mesh", "tokens", "mean", "max", "> 0.01", "> 0.1",
         "|Δ log p|", "k3", "ESS", left=2)  # fmt: skip
     for gap in gaps:
@@ -114,7 +104,7 @@ def _by_sampler(gaps: Sequence[Gap]) -> Any:
     return table
 
 
-def _by_length(gaps: Sequence[Gap]) -> Any:
+def _by_length(gaps: Sequence[Gap]) -> Table:
     """A dash stands where a sampler has no answer of such a length."""
     table = _table(f"mean/max by length of the answer, mesh {gaps[0].mesh}", "tokens", *(g.sampler for g in gaps))
     cells = [{(s.first, s.last): f"{_number(s.stats.mean)}/{_number(s.stats.max)}" for s in g.by_length} for g in gaps]
@@ -123,7 +113,7 @@ def _by_length(gaps: Sequence[Gap]) -> Any:
     return table
 
 
-def _worst(gaps: Sequence[Gap], n: int) -> Any:
+def _worst(gaps: Sequence[Gap], n: int) -> Table:
     """Of a long prompt the beginning is shown, of a long context the end."""
     table = _table(f"worst tokens, mesh {gaps[0].mesh}", "sampler", "prompt", "context", "token", "at", "p sampler",
         "p learner", "|Δp|", left=4)  # fmt: skip

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Set
 
 TEX = {name: f"\\{name}" for name in ("min", "max", "exp", "log")}
 ROMAN = {"mean", "std", "var", "clip", "round", "sg"}  # operators that TeX does not know
-SYMBOLS = {
+SIGNS = {
     "·": r" \cdot ", "−": "-", "<=": r"\le", ">=": r"\ge", "≥": r"\ge", "≠": r"\ne", "∈": r"\in", "←": r"\leftarrow",
-    "½": r"\tfrac{1}{2}", "²": "^2", "Σ": r"\sum", "…": r"\ldots", "#": r"\#", "1[": r"\mathbf{1}[",
+    "  ": r"\quad ", "½": r"\tfrac{1}{2}", "²": "^2", "Σ": r"\sum", "…": r"\ldots", "#": r"\#", "1[": r"\mathbf{1}[",
     "α": r"\alpha", "β": r"\beta", "γ": r"\gamma", "δ": r"\delta", "κ": r"\kappa", "λ": r"\lambda", "π": r"\pi",
     "ρ": r"\rho", "σ": r"\sigma", "τ": r"\tau",
 }  # fmt: skip
 _WORD = re.compile(r"[A-Za-z]+'s|[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)*'*")
 _SUBSCRIPT = re.compile(r"_(?:\{([^}]*)\}|([A-Za-z0-9]+'*))")
 _PLAIN = re.compile(r" ?([A-Za-z]+(?:'s)?)(?![\w'(\[])")
-_SYMBOL = re.compile(r"<=|>=|(?<![\w.])1\[|.")
+_SIGN = re.compile(r"  |<=|>=|(?<![\w.])1\[|.")
 
 
-def latex(text: str, names: Iterable[str] = ()) -> str:
+def latex(text: str, names: Set[str] = frozenset()) -> str:
     """One statement of a docstring's equation as LaTeX. `names`: of parameters and functions, set upright as a whole.
 
     Other words of two letters or more are prose, unless they stand where a variable would.
     """
-    names = set(names)
     out, i = [], 0
     while i < len(text):
-        if text[i] == "√":
-            inner, i = _argument(text, i + 1, call=True)
-            out.append(rf"\sqrt{{{latex(inner, names)}}}")
-        elif text[i] == "^":
-            inner, i = _argument(text, i + 1, call=False)
-            out.append(f"^{_grouped(latex(inner, names))}")
+        if (sign := text[i]) in "√^":
+            inner, i = _argument(text, i + 1, call=sign == "√")
+            tex = latex(inner, names)
+            out.append(rf"\sqrt{{{tex}}}" if sign == "√" else f"^{_grouped(tex)}")
         elif end := _prose(text, i, names):
             out.append(_text(text, i, end))
             i = end
@@ -42,14 +39,11 @@ def latex(text: str, names: Iterable[str] = ()) -> str:
             out.append(_identifier(word[0], names) + (r"\," if operand and word[0].split("_")[0] in ROMAN else ""))
         elif subscript := _SUBSCRIPT.match(text, i):
             i = subscript.end()
-            out.append(f"_{{{latex(subscript[1], names)}}}" if subscript[1] else f"_{_lower(subscript[2])}")
-        elif text.startswith("  ", i):
-            i += 2
-            out.append(r"\quad ")
+            out.append(f"_{{{latex(subscript[1], names)}}}" if subscript[1] else f"_{_grouped(_symbol(subscript[2]))}")
         else:
-            symbol = _SYMBOL.match(text, i)[0]
-            i += len(symbol)
-            out.append(SYMBOLS.get(symbol, symbol))
+            sign = _SIGN.match(text, i)[0]
+            i += len(sign)
+            out.append(SIGNS.get(sign, sign))
     return _spaced(out)
 
 
@@ -74,7 +68,7 @@ def _argument(text: str, i: int, call: bool) -> tuple[str, int]:
     return text[i:end] if word else text[i + 1 : end - 1], end
 
 
-def _prose(text: str, i: int, names: set[str]) -> int:
+def _prose(text: str, i: int, names: Set[str]) -> int:
     """Where the words of prose that begin at i end; 0 if none begin. Parameters amid prose belong to it."""
     end = 0
     while found := _PLAIN.match(text, end or i):
@@ -95,35 +89,35 @@ def _text(text: str, i: int, end: int) -> str:
     return rf"\text{{{left}{words}{right}}}"
 
 
-def _identifier(word: str, names: set[str]) -> str:
+def _identifier(word: str, names: Set[str]) -> str:
     name = word.rstrip("'")
     primes = word[len(name) :]
     head, _, sub = name.partition("_")
     if name in names and len(name) > 1:
         return _roman(name) + primes
     if sub:
-        return f"{_identifier(head, names)}_{_lower(sub + primes)}"
+        return f"{_identifier(head, names)}_{_grouped(_symbol(sub + primes))}"
     if re.fullmatch(r"[A-Za-z]\d", name):
         return f"{name[0]}_{name[1]}{primes}"
-    return (TEX.get(name) or (name if len(name) == 1 else _roman(name))) + primes
+    return _symbol(name) + primes
+
+
+def _symbol(word: str) -> str:
+    """A word that stands for a quantity or a function; a letter may have primes."""
+    return TEX.get(word) or (word if len(word.rstrip("'")) == 1 else _roman(word))
 
 
 def _roman(name: str) -> str:
     return rf"\mathrm{{{name}}}".replace("_", r"\_")
 
 
-def _lower(subscript: str) -> str:
-    letter = len(subscript.rstrip("'")) == 1
-    return _grouped(subscript if letter else TEX.get(subscript) or _roman(subscript))
-
-
 def _grouped(tex: str) -> str:
     return tex if len(tex) == 1 else f"{{{tex}}}"
 
 
-def fence(lines: Iterable[str], names: Iterable[str] = ()) -> str:
+def fence(block: str, names: Set[str] = frozenset()) -> str:
     """An equation block as GitHub and GitLab draw it, a statement a line."""
-    statements = [s.rstrip(",; ") for line in lines for s in re.split(r" {3,}", line.strip())]
+    statements = [s.rstrip(",; ") for line in block.splitlines() for s in re.split(r" {3,}", line.strip())]
     tex = [latex(s, names) for s in statements]
     if len(tex) > 1:
         tex = [r"\begin{aligned}", *(f"& {t}" + r" \\" * (t is not tex[-1]) for t in tex), r"\end{aligned}"]

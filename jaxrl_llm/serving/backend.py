@@ -6,8 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -17,8 +16,7 @@ import numpy as np
 from jaxrl_llm import types
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
-from jaxrl_llm.sampler.requests import Group, Request
-from jaxrl_llm.sampler.sampling import Sampling
+from jaxrl_llm.sampler.requests import Request
 from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.serving.engine import GREEDY, DriverGroup, JetStreamEngine, Listen, js, manifest
 
@@ -65,18 +63,16 @@ class DriverBackend:
     def __init__(self, model: ModelConfig, tokenizer: Tokenizer, weights: SamplerWeights, **engine: Any):
         """engine: keywords of `JetStreamEngine`."""
         self.engine = JetStreamEngine(model, tokenizer, weights, **engine)
-        self.vocab_size = model.vocab_size
-        self.max_prompt_tokens, self.max_tokens = self.engine.config.max_prompt_tokens, self.engine.config.max_tokens
         self.manifest = manifest(weights.params)
         self.driver = Driver(self.engine)
-        self._groups: dict[Future[Group], DriverGroup] = {}
+        self._groups: set[DriverGroup] = set()  # under way
         self._lock, self._closed = threading.Lock(), False
 
     @property
     def version(self) -> int:
-        return self.engine.weights.weights.version
+        return self.engine.weights.version
 
-    def submit(self, request: Request, listen: Listen | None = None) -> Future[Group]:
+    def submit(self, request: Request, listen: Listen | None = None) -> DriverGroup:
         """The group, when all of its answers are done. listen: see `DriverGroup`.
 
         Raises ValueError if the request cannot be served, RuntimeError after `close`.
@@ -86,37 +82,31 @@ class DriverBackend:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the backend is closed")
-            self._groups[group.future] = group
+            self._groups.add(group)
             for ticket in group.tickets:
                 active = js.orchestrator.ActiveRequest(request.max_tokens, ticket, prefill_content=ticket)
                 active.is_client_side_tokenization = True  # the Driver need not decode
                 self.driver.place_request_on_prefill_queue(active)
-        group.future.add_done_callback(self._forget)
-        return group.future
+        group.add_done_callback(self._groups.discard)
+        return group
 
-    def _forget(self, future: Future[Group]) -> None:
-        with self._lock:
-            del self._groups[future]
-
-    def cancel(self, future: Future[Group]) -> None:
+    def cancel(self, future: DriverGroup) -> None:
         """Ends the group at once with what there is, unless it is done; its slots are free after the call under way."""
-        with self._lock:
-            group = self._groups.get(future)
-        if group is not None:
-            group.cancel()
-            self.driver.withdraw(group)
+        if not future.done():
+            future.end()
+            self.driver.withdraw(future)
 
     def load(self, leaves: dict[str, np.ndarray], version: int) -> float:
-        """Swaps all weights between two calls of `generate`; the seconds it took. See `WeightsBox.load`."""
+        """Swaps all weights between two calls of `generate`; the seconds it took. See `JetStreamEngine.swap`."""
         start = time.monotonic()
-        self.engine.weights.load(leaves, version)
+        self.engine.swap(leaves, version)
         return time.monotonic() - start
 
     def stats(self) -> dict[str, float]:
         """Slots and those free, answers that wait for one, groups prefilled, tokens, calls of `generate`, version."""
-        slots = self.engine.slots
-        free = sum(ticket is None or not ticket.answer.open for ticket in slots)
-        sizes = {"slots": len(slots), "slots_free": free, "queued": self.driver.queued}
+        tickets = self.engine.tickets
+        free = sum(ticket is None or not ticket.answer.open for ticket in tickets)
+        sizes = {"slots": len(tickets), "slots_free": free, "queued": self.driver.queued}
         return {**sizes, **self.engine.counts, "version": self.version}
 
     def close(self) -> None:
@@ -125,18 +115,17 @@ class DriverBackend:
             if self._closed:
                 return
             self._closed = True
-            futures = list(self._groups)
-        for future in futures:
-            self.cancel(future)
+        for group in list(self._groups):
+            self.cancel(group)
         self.driver.stop()
 
 
 class Orchestrator(js.orchestrator.LLMOrchestrator):
-    """JetStream's service: text or token ids in, new text or token ids out as they are drawn."""
+    """JetStream's service: text or token ids in, new text or token ids out as they are drawn, greedily."""
 
-    def __init__(self, backend: DriverBackend, sampling: Sampling):
+    def __init__(self, backend: DriverBackend):
         super().__init__(backend.driver)
-        self._backend, self._sampling, self._draws = backend, sampling, itertools.count()
+        self._backend, self._draws = backend, itertools.count()
 
     async def Decode(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """Nothing is prepended to the prompt, and the end-of-sequence token is not sent.
@@ -174,7 +163,7 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
         text = content == "text_content"
         prompt = tokenizer.encode(asked.text_content.text) if text else asked.token_content.token_ids
         draw = next(self._draws) % 2**32
-        return Request(tuple(prompt), max_tokens=asked.max_tokens, sampling=self._sampling, draw=draw)
+        return Request(tuple(prompt), max_tokens=asked.max_tokens, sampling=GREEDY, draw=draw)
 
 
 def _response(text: str, ids: list[int]) -> Any:
@@ -182,7 +171,6 @@ def _response(text: str, ids: list[int]) -> Any:
     return js.jetstream_pb2.DecodeResponse(stream_content=content(samples=[content.Sample(text=text, token_ids=ids)]))
 
 
-def decode_service(backend: DriverBackend, sampling: Sampling = GREEDY) -> Callable[[grpc.aio.Server], None]:
-    """What adds JetStream's service to a server. sampling: of all of its requests."""
-    add = js.jetstream_pb2_grpc.add_OrchestratorServicer_to_server
-    return lambda server: add(Orchestrator(backend, sampling), server)
+def add_decode_service(backend: DriverBackend, server: grpc.aio.Server) -> None:
+    """Adds JetStream's service to a server."""
+    js.jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Orchestrator(backend), server)

@@ -6,37 +6,25 @@ import importlib
 import importlib.util
 import logging
 import sys
-from types import ModuleType
-from typing import NamedTuple
+from types import ModuleType, SimpleNamespace
 
 import jax
 
-UNUSED = {"seqio": (), "seqio.vocabularies": ("SentencePieceVocabulary", "Vocabulary")}
-
-
-class Modules(NamedTuple):
-    """JetStream's modules under their own names."""
-
-    engine_api: ModuleType
-    tokenizer_api: ModuleType
-    tokenizer_pb2: ModuleType
-    token_utils: ModuleType
-    orchestrator: ModuleType
-    jetstream_pb2: ModuleType
-    jetstream_pb2_grpc: ModuleType
+MODULES = (
+    "engine.engine_api", "engine.tokenizer_api", "engine.tokenizer_pb2", "engine.token_utils", "core.orchestrator",
+    "core.proto.jetstream_pb2", "core.proto.jetstream_pb2_grpc",
+)  # fmt: skip
 
 
 def _stand_ins() -> dict[str, ModuleType]:
     """seqio with the two classes that JetStream names and this project does not use: the real one needs TensorFlow."""
-    modules = {name: ModuleType(name) for name in UNUSED}
-    for name, classes in UNUSED.items():
-        for cls in classes:
-            setattr(modules[name], cls, type(cls, (), {}))
-    return modules
+    vocabularies = ModuleType("seqio.vocabularies")
+    vocabularies.Vocabulary = vocabularies.SentencePieceVocabulary = type("Vocabulary", (), {})
+    return {"seqio": ModuleType("seqio"), "seqio.vocabularies": vocabularies}
 
 
-def load() -> Modules:
-    """JetStream's modules. ImportError if google-jetstream is not installed.
+def load() -> SimpleNamespace:
+    """JetStream's modules under their own names. ImportError if google-jetstream is not installed.
 
     The interpreter is left as it was: the root logger keeps its level and handlers, and no stand-in stays importable.
     JetStream's messages go to the logger `jetstream`.
@@ -50,15 +38,13 @@ def load() -> Modules:
     added = _stand_ins() if importlib.util.find_spec("seqio") is None else {}
     sys.modules.update(added)
     try:
-        get = lambda name: importlib.import_module(f"jetstream.{name}")
-        engine = [get(f"engine.{name}") for name in ("engine_api", "tokenizer_api", "tokenizer_pb2", "token_utils")]
-        protocol = [get(f"core.proto.{name}") for name in ("jetstream_pb2", "jetstream_pb2_grpc")]
-        modules = Modules(*engine, get("core.orchestrator"), *protocol)
+        found = {name.rpartition(".")[2]: importlib.import_module(f"jetstream.{name}") for name in MODULES}
     finally:
         for name in added:
             del sys.modules[name]
         root.setLevel(level)
         root.handlers[:] = handlers
+    modules = SimpleNamespace(**found)
     for module in (modules.orchestrator, modules.token_utils):
         module.logging = logging.getLogger("jetstream")  # not the functions of `logging`, which configure the root
     return modules

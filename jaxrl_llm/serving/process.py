@@ -31,36 +31,30 @@ def policy(source: Path, assignments: tuple[str, ...]) -> tuple[Config, Any]:
     return learner.config, state.params
 
 
-def _check(listen: dict[str, Any]) -> None:
-    """ValueError for what `server.serve` would refuse, before anything is loaded."""
-    server.check_listen(token=os.environ.get(TOKEN), **listen)
-
-
 def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
     """Serve in this process. listen: keywords of `server.serve`."""
     from jaxrl_llm.serving import backend
 
-    _check(listen)
+    listen["token"] = os.environ.get(TOKEN)
+    server.check_listen(**listen)  # before anything is loaded
     config, params = policy(source, assignments)
-    r, model, made = config.rollout, trainer.sampler_model(config), []
+    r, model = config.rollout, trainer.sampler_model(config)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
 
     def make() -> backend.DriverBackend:
         pushed = weights.push(model, params, mesh, quantized=trainer.quantized(config))
-        sizes = {"max_prompt_tokens": r.max_prompt_tokens, "max_tokens": r.max_response_tokens}
-        slots = r.slots or r.prompts * r.group_size
-        drawn = {"slots": slots, "tokens_per_call": r.tokens_per_call, "kv_dtype": r.kv_dtype, "mesh": mesh}
-        made.append(backend.DriverBackend(model, config.tokenizer(), pushed, **sizes, **drawn))
-        return made[0]
+        slots, most = r.slots or r.prompts * r.group_size, r.max_response_tokens
+        sizes = {"slots": slots, "max_prompt_tokens": r.max_prompt_tokens, "max_tokens": most}
+        sizes |= {"tokens_per_call": r.tokens_per_call, "kv_dtype": r.kv_dtype, "mesh": mesh}
+        return backend.DriverBackend(model, config.tokenizer(), pushed, **sizes)
 
     with jax.set_mesh(mesh):
-        register = lambda grpc_server: backend.decode_service(made[0])(grpc_server)
-        server.serve(make, token=os.environ.get(TOKEN), register=register, **listen)
+        server.serve(make, register=backend.add_decode_service, **listen)
 
 
 def watch(source: Path, assignments: tuple[str, ...], **listen: Any) -> int:
     """Serve in a process of its own; start it again, on the same port, when JetStream has killed it."""
-    _check(listen)
+    server.check_listen(token=os.environ.get(TOKEN), **listen)
     words = [w for a in assignments for w in ("--set", a)]
     words += [w for k, v in listen.items() if v is not None for w in (f"--{k.replace('_', '-')}", str(v))]
     return supervisor.supervise([sys.executable, "-m", "jaxrl_llm.cli", "serve", str(source), *words, "--unwatched"])

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,31 +22,28 @@ from typing import Any, Protocol
 import grpc
 import numpy as np
 import prometheus_client
-from prometheus_client.core import GaugeMetricFamily
+from google.protobuf.message import Message
 
 from jaxrl_llm import types
-from jaxrl_llm.sampler import requests, wire
 from jaxrl_llm.sampler import rollout_pb2 as pb
+from jaxrl_llm.sampler import wire
 from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request
 
 MAX_GROUP = 1024  # answers of one request
 REMEMBERED = 64 * 2**20  # bytes of replies that are kept for attempts that come again
 LISTENING = "listening on"  # a server's line when it is ready
 GRACE_S = 5.0  # what runs at SIGTERM may go on for so long
-Register = Callable[[grpc.aio.Server], None]
+Code = grpc.StatusCode
 
 
 class Backend(Protocol):
     """What samples. Every method may be called from any thread; only `load` and `close` may take their time."""
 
-    vocab_size: int
-    max_prompt_tokens: int
-    max_tokens: int
     version: int  # of the weights
     manifest: wire.Manifest
 
     def submit(self, request: Request) -> concurrent.futures.Future[Group]:
-        """Queue a request that `requests.check` has passed; ValueError if it cannot be served nevertheless."""
+        """Queue a request. ValueError if it cannot be served."""
 
     def cancel(self, future: concurrent.futures.Future[Group]) -> None:
         """Free the request's slots; its answers end where they are, with finish `cancelled`."""
@@ -57,6 +54,10 @@ class Backend(Protocol):
     def stats(self) -> dict[str, float]: ...
 
     def close(self) -> None: ...
+
+
+class Refusal(Exception):
+    """Ends a call with a gRPC status: its code and details."""
 
 
 @dataclass
@@ -86,14 +87,24 @@ class Service:
     def handlers(self) -> grpc.GenericRpcHandler:
         """Messages arrive as bytes: the methods parse them, so that garbage gets a status of its own."""
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
-        methods = {
-            "Sample": unary(self.sample, response_serializer=pb.SampleReply.SerializeToString),
-            "LoadWeights": stream(self.load_weights, response_serializer=pb.LoadReply.SerializeToString),
-            "Stats": unary(self.stats, response_serializer=pb.StatsReply.SerializeToString),
-        }
+        methods = {"Sample": unary(self._answering(self.sample)), "Stats": unary(self._answering(self.stats))}
+        methods["LoadWeights"] = stream(self._answering(self.load_weights))
         return grpc.method_handlers_generic_handler(wire.SERVICE, methods)
 
-    async def sample(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.SampleReply:
+    def _answering(self, method: Callable[[Any], Awaitable[Message]]) -> Callable:
+        """The method as grpc calls it. ValueError is INVALID_ARGUMENT, a Refusal what it says, the rest UNKNOWN."""
+
+        async def answer(asked: Any, context: grpc.aio.ServicerContext) -> bytes:
+            try:
+                return (await method(asked)).SerializeToString()
+            except (Refusal, ValueError) as error:
+                self.counts["refused"] += 1
+                status = error.args if isinstance(error, Refusal) else (Code.INVALID_ARGUMENT, str(error))
+            await context.abort(*status)
+
+        return answer
+
+    async def sample(self, data: bytes) -> pb.SampleReply:
         """The whole group. An attempt that comes again joins the one that runs, or gets its answer.
 
         INVALID_ARGUMENT: cannot be served. FAILED_PRECONDITION: meant for a server that has restarted since, or for one
@@ -101,65 +112,24 @@ class Service:
         by the server. UNKNOWN: it failed. A call that ends early, by deadline or cancelled, cancels the group unless
         another call waits for it.
         """
-        try:
-            message = wire.parse(pb.SampleRequest, data)
-            request = self._request(message)
-        except ValueError as error:
-            self.counts["refused"] += 1
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if message.instance not in ("", self.instance):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the server has restarted since its last Stats")
-        if message.run not in ("", self.run):
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"run={message.run!r}: the weights are those of run {self.run!r}"
-            )
-        self._hear(message.run)
-        if data in self._answered:
-            self.counts["repeated"] += 1
-            return self._answered[data]
-        if data in self._running:
-            self.counts["repeated"] += 1
-        elif len(self._running) >= self.max_waiting:
-            self.counts["refused"] += 1
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{len(self._running)} groups are being sampled")
-        try:
-            group = await self._wait(data, self._running.get(data) or self._submit(data, request))
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if any(
-            a.finish == types.CANCELLED and len(a.tokens) < PartialAnswer(request, g).limit for g, a in enumerate(group)
-        ):
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has cancelled the group")
-        return self._remember(data, wire.to_reply(group))
-
-    def _request(self, message: pb.SampleRequest) -> Request:
-        request, b = wire.from_request_message(message), self.backend
+        message = wire.parse(pb.SampleRequest, data)
+        request = wire.from_request_message(message)
         types.expect(request.group <= MAX_GROUP, "group", request.group, f"at most {MAX_GROUP}")
-        requests.check(request, vocab_size=b.vocab_size, max_prompt_tokens=b.max_prompt_tokens, max_tokens=b.max_tokens)
-        return request
-
-    def _submit(self, data: bytes, request: Request) -> _GroupCall:
-        future = self.backend.submit(request)
-        work = self._running[data] = _GroupCall(future, asyncio.wrap_future(future))
-        work.group.add_done_callback(lambda _: self._forget(data, work))
-        return work
-
-    def _forget(self, data: bytes, work: _GroupCall) -> None:
-        if self._running.get(data) is work:
-            del self._running[data]
-
-    async def _wait(self, data: bytes, work: _GroupCall) -> Group:
-        work.waiters += 1
-        try:
-            return await asyncio.shield(work.group)  # shielded: the future is the backend's, it alone resolves it
-        finally:
-            work.waiters -= 1
-            if not work.waiters and not work.group.done():
-                self.counts["cancelled"] += 1
-                self._forget(data, work)
-                self.backend.cancel(work.future)
-
-    def _remember(self, data: bytes, reply: pb.SampleReply) -> pb.SampleReply:
+        if message.instance not in ("", self.instance):
+            raise Refusal(Code.FAILED_PRECONDITION, "the server has restarted since its last Stats")
+        if message.run not in ("", self.run):
+            raise Refusal(Code.FAILED_PRECONDITION, f"run={message.run!r}: the weights are those of run {self.run!r}")
+        self._hear(message.run)
+        self.counts["repeated"] += data in self._answered or data in self._running
+        if data in self._answered:
+            return self._answered[data]
+        if data not in self._running and len(self._running) >= self.max_waiting:
+            raise Refusal(Code.RESOURCE_EXHAUSTED, f"{len(self._running)} groups are being sampled")
+        group = await self._sampled(data, request)
+        limits = [PartialAnswer(request, g).limit for g in range(request.group)]
+        if any(a.finish == types.CANCELLED and len(a.tokens) < n for a, n in zip(group, limits, strict=True)):
+            raise Refusal(Code.UNAVAILABLE, "the server has cancelled the group")
+        reply = wire.to_reply(group)
         if data not in self._answered:
             self.counts["answered"] += 1
             self._answered[data] = reply
@@ -168,7 +138,24 @@ class Service:
             self._remembered -= self._answered.popitem(last=False)[1].ByteSize()
         return reply
 
-    async def load_weights(self, chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.LoadReply:
+    async def _sampled(self, data: bytes, request: Request) -> Group:
+        """The group, which the backend samples once for all calls with these data, until no call waits for it."""
+        if data not in self._running:
+            future = self.backend.submit(request)
+            self._running[data] = _GroupCall(future, asyncio.wrap_future(future))
+        work = self._running[data]
+        work.waiters += 1
+        try:
+            return await asyncio.shield(work.group)  # shielded: the future is the backend's, it alone resolves it
+        finally:
+            work.waiters -= 1
+            if not work.waiters:
+                del self._running[data]
+                if not work.group.done():
+                    self.counts["cancelled"] += 1
+                    self.backend.cancel(work.future)
+
+    async def load_weights(self, chunks: AsyncIterator[bytes]) -> pb.LoadReply:
         """All weights, swapped when the last byte is verified; after any error the old ones stay.
 
         INVALID_ARGUMENT: not this model's leaves, or no message. FAILED_PRECONDITION: a lower version than the one of
@@ -177,60 +164,47 @@ class Service:
         """
         try:
             async with self._assembling:  # host memory for one copy, whoever pushes
-                assembly = await self._assemble(chunks, context)
-                leaves = assembly.finish()
-            seconds = await asyncio.to_thread(self._swap, leaves, assembly.header)
+                header, leaves = await self._assembled(chunks)
         except OSError as error:
-            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise Refusal(Code.DATA_LOSS, str(error)) from None
+        seconds = await asyncio.to_thread(self._swap, leaves, header)
         self.counts["loaded"] += 1
-        return pb.LoadReply(version=assembly.header.version, seconds=seconds)
+        return pb.LoadReply(version=header.version, seconds=seconds)
 
-    async def _assemble(self, chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> wire.Assembly:
-        assembly = None
+    async def _assembled(self, chunks: AsyncIterator[bytes]) -> tuple[pb.Header, dict[str, np.ndarray]]:
+        first = wire.parse(pb.Chunk, await anext(chunks, b""))
+        if (part := first.WhichOneof("part")) != "header":
+            raise OSError(f"a {part} before the header" if part else "no header")
+        self._check_header(first.header)
+        assembly = wire.Assembly(first.header, self.backend.manifest)
         async for data in chunks:
-            chunk = wire.parse(pb.Chunk, data)
-            if assembly is not None:
-                assembly.add(chunk)
-                continue
-            if chunk.WhichOneof("part") != "header":
-                raise OSError(f"a {chunk.WhichOneof('part')} before the header")
-            if refusal := self._refusal(chunk.header):
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
-            assembly = wire.Assembly(chunk.header, self.backend.manifest)
-        if assembly is None:
-            raise OSError("no header")
-        return assembly
+            assembly.add(wire.parse(pb.Chunk, data))
+        return first.header, assembly.finish()
 
     def _hear(self, run: str) -> None:
         if run and run == self.run:
             self.learner_seen = time.monotonic()
 
-    def _refusal(self, header: pb.Header) -> str:
-        """Why weights with this header may not be loaded now; empty if they may."""
+    def _check_header(self, header: pb.Header) -> None:
+        """Refuses weights that may not be loaded now."""
         loaded, silent_s = self.backend.version, time.monotonic() - self.learner_seen
         if header.client == self.client and header.version < loaded:
-            return f"version={header.version}: {loaded} is loaded"
+            raise Refusal(Code.FAILED_PRECONDITION, f"version={header.version}: {loaded} is loaded")
         if header.run != self.run and silent_s < wire.LEARNER_S:
             there = f"the learner of run {self.run!r} was here {silent_s:.0f} s ago"
-            return f"run={header.run!r}: {there}; expected it to have ended, or to be silent for {wire.LEARNER_S:.0f} s"
-        return ""
+            wanted = f"expected it to have ended, or to be silent for {wire.LEARNER_S:.0f} s"
+            raise Refusal(Code.FAILED_PRECONDITION, f"run={header.run!r}: {there}; {wanted}")
 
     def _swap(self, leaves: dict[str, np.ndarray], header: pb.Header) -> float:
         with self._swapping:  # a thread's lock: a call that is cancelled leaves its thread at work
-            if refusal := self._refusal(header):  # because of another push, meanwhile
-                raise ValueError(refusal)
+            self._check_header(header)  # again: another push may have been faster
             seconds = self.backend.load(leaves, header.version)
             self.run, self.client = header.run, header.client
             self._hear(header.run)
             return seconds
 
-    async def stats(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.StatsReply:
-        try:
-            request = wire.parse(pb.StatsRequest, data)
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    async def stats(self, data: bytes) -> pb.StatsReply:
+        request = wire.parse(pb.StatsRequest, data)
         self._hear(request.run)
         if request.leaves and request.run == self.run:
             self.learner_seen = -math.inf
@@ -241,9 +215,6 @@ class Service:
         """The backend's statistics and the service's counts, as plain numbers."""
         values = {**self.backend.stats(), **self.counts, "running": len(self._running)}
         return {name: float(value) for name, value in values.items()}
-
-
-# --- the listening socket ---------------------------------------------------------------------------------------
 
 
 def _knows(token: str, authorization: str | None) -> bool:
@@ -261,7 +232,7 @@ class _Auth(grpc.aio.ServerInterceptor):
             return await continuation(details)
 
         async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: expected Bearer and the token")
+            await context.abort(Code.UNAUTHENTICATED, "authorization: expected Bearer and the token")
 
         return grpc.stream_stream_rpc_method_handler(refuse)  # reads nothing, whatever the method's kind
 
@@ -287,7 +258,6 @@ def _address(host: str, port: int) -> str:
 
 def bind(host: str, port: int, token: str | None, cert: str | None, key: str | None) -> tuple[grpc.aio.Server, int]:
     """A server that has its port (0: any that is free) but does not answer yet. OSError if the port is taken."""
-    check_listen(host, token, cert, key, port=port)
     options = [
         ("grpc.max_receive_message_length", wire.MAX_MESSAGE),
         ("grpc.max_send_message_length", -1),
@@ -297,29 +267,12 @@ def bind(host: str, port: int, token: str | None, cert: str | None, key: str | N
     ]
     server = grpc.aio.server(interceptors=[_Auth(token)] if token else [], options=options)
     address = _address(host, port)
+    secure = cert and key and grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(cert).read_bytes())])
     try:
-        if cert and key:
-            pair = (Path(key).read_bytes(), Path(cert).read_bytes())
-            port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
-        else:
-            port = server.add_insecure_port(address)
+        port = server.add_secure_port(address, secure) if secure else server.add_insecure_port(address)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}") from None
     return server, port
-
-
-# --- readiness and metrics over HTTP ----------------------------------------------------------------------------
-
-
-class _Metrics:
-    """A Prometheus collector: one gauge for each of the service's values."""
-
-    def __init__(self, service: Service):
-        self._service = service
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, value in self._service.values().items():
-            yield GaugeMetricFamily(f"jaxrl_{name}", f"{name} of the rollout worker", value)
 
 
 def _page(path: str, service: Service | None) -> tuple[int, bytes]:
@@ -328,10 +281,10 @@ def _page(path: str, service: Service | None) -> tuple[int, bytes]:
     if path == "/readyz":
         return (200, b"ready\n") if service and service.ready else (503, b"not ready\n")
     if path == "/metrics":
-        own = prometheus_client.CollectorRegistry()
-        if service:
-            own.register(_Metrics(service))
-        return 200, prometheus_client.generate_latest() + prometheus_client.generate_latest(own)
+        registry = prometheus_client.CollectorRegistry()
+        for name, value in (service.values() if service else {}).items():
+            prometheus_client.Gauge(f"jaxrl_{name}", f"{name} of the rollout worker", registry=registry).set(value)
+        return 200, prometheus_client.generate_latest() + prometheus_client.generate_latest(registry)
     return 404, b"there are /healthz, /readyz, /metrics\n"
 
 
@@ -361,9 +314,6 @@ def http(host: str, port: int, token: str | None, service: Callable[[], Service 
             server.shutdown()
 
 
-# --- the process ------------------------------------------------------------------------------------------------
-
-
 def serve(
     make_backend: Callable[[], Backend],
     *,
@@ -373,16 +323,14 @@ def serve(
     cert: str | None = None,
     key: str | None = None,
     metrics_port: int | None = None,
-    max_waiting: int = 256,
-    register: Register | None = None,
+    register: Callable[[Any, grpc.aio.Server], None] | None = None,
 ) -> None:
     """Samples for whoever asks, until SIGTERM or SIGINT; to be called in the main thread.
 
     Takes its ports first (0: any that is free), then makes the backend, prints `listening on host:port` and answers.
     token: what every call must bring; a host beyond loopback wants one. cert, key: PEM files, for TLS. metrics_port:
-    of /healthz, /readyz and /metrics on the same host. register: adds further services to the server.
+    of /healthz, /readyz and /metrics on the same host. register: adds further services of the backend to the server.
     """
-
     check_listen(host, token, cert, key, port=port, metrics_port=metrics_port)
 
     async def run() -> None:
@@ -391,10 +339,10 @@ def serve(
         with nullcontext() if metrics_port is None else http(host, metrics_port, token, lambda: service) as metrics:
             backend = make_backend()
             try:
-                service = Service(backend, max_waiting)
+                service = Service(backend)
                 server.add_generic_rpc_handlers((service.handlers(),))
                 if register is not None:
-                    register(server)
+                    register(backend, server)
                 for number in (signal.SIGTERM, signal.SIGINT):
                     asyncio.get_running_loop().add_signal_handler(number, stop.set)
                 await server.start()

@@ -69,18 +69,17 @@ def supervise(command: list[str], *, deaths: int = 5, within_s: float = 60.0, ba
             finally:
                 _end(child)
             ever_listened |= ready.is_set()
-            if stop.is_set() or child.returncode == 0 or (child.returncode == 2 and not ever_listened):
-                return child.returncode
-            code, delay_s = child.returncode, backoff_s
+            code = child.returncode
+            if stop.is_set() or code == 0 or (code == 2 and not ever_listened):
+                return code
             if ready.is_set():
                 died.clear()
             else:
                 died.append(time.monotonic())
-                delay_s = min(backoff_s * 2 ** (len(died) - 1), 10.0)
             if len(died) == deaths and died[-1] - died[0] < within_s:
                 raise RuntimeError(f"{command} died {deaths} times and never listened: its last exit code is {code}")
             print(f"{command[0]} died with exit code {code}: starting it again", file=sys.stderr, flush=True)
-            if stop.wait(delay_s):
+            if stop.wait(min(backoff_s * 2 ** max(len(died) - 1, 0), 10.0)):
                 return code
     finally:
         for number, handler in before.items():

@@ -10,7 +10,7 @@ from test_decode import CHAIN, MODEL, PROMPTS, TOKENIZER, chain
 from test_engine import FOREVER, SIZES, TIMEOUT_S, WEIGHTS, A, closing, greedy
 
 from jaxrl_llm.sampler.requests import Request
-from jaxrl_llm.serving.backend import DriverBackend, decode_service
+from jaxrl_llm.serving.backend import DriverBackend, add_decode_service
 from jaxrl_llm.serving.engine import js
 from jaxrl_llm.types import EOS
 
@@ -34,7 +34,7 @@ def serving(made, talk):
 
     async def run():
         server = grpc.aio.server()
-        decode_service(made)(server)
+        add_decode_service(made, server)
         port = server.add_insecure_port("localhost:0")
         await server.start()
         try:
@@ -97,8 +97,10 @@ def test_any_of_several_end_of_sequence_tokens_ends_an_answer_and_is_not_sent():
 class Bytes:
     """A tokenizer whose tokens a and b are the two bytes of é."""
 
-    def encode(self, text, **_):
-        return TOKENIZER.encode(text)
+    added_tokens_decoder = {}
+
+    def encode(self, text, **how):
+        return TOKENIZER.hf.encode(text, **how)
 
     def decode(self, ids, **_):
         said = TOKENIZER.decode(ids).encode()

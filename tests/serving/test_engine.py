@@ -64,7 +64,7 @@ def ask(made, requests):
 
 def ask_over_grpc(made, requests):
     with running(made) as worker, closing(Client([worker.address])) as calls:
-        calls.push(named(made.engine.weights.weights.params), made.engine.weights.weights.version)
+        calls.push(named(made.engine.weights.params), made.engine.weights.version)
         return calls.ordered(requests)
 
 
@@ -117,7 +117,7 @@ def test_answers_on_a_mesh(expected):
         assert_same(ask(made, mixed()[:6]), expected[:6])
         leaves = {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(held.params)}
         made.load(leaves, 1)
-        layouts = zip(jax.tree.leaves(made.engine.weights.weights.params), jax.tree.leaves(held.params), strict=True)
+        layouts = zip(jax.tree.leaves(made.engine.weights.params), jax.tree.leaves(held.params), strict=True)
         assert all(a.sharding == b.sharding for a, b in layouts)
 
 
@@ -210,12 +210,12 @@ def test_weights_are_swapped_while_answers_are_drawn():
 def test_weights_that_do_not_fit_change_nothing(backend, change, message):
     leaves = leaves_of(weights.push(MODEL, random_params(MODEL, 1), None).params)
     assert {n: (x.shape, x.dtype) for n, x in leaves.items()} == backend.manifest
-    held = backend.engine.weights.weights
+    held = backend.engine.weights
     change(leaves)
     with pytest.raises(ValueError, match=message):
         backend.load(leaves, 3)
     assert backend.version == 0
-    assert backend.engine.weights.weights is held
+    assert backend.engine.weights is held
 
 
 def test_versions_are_32_bits(backend):
@@ -320,7 +320,7 @@ def test_what_cannot_be_served_is_refused(backend, request_, message):
 @pytest.mark.parametrize("name", ["slots", "max_prompt_tokens", "max_tokens", "tokens_per_call"])
 def test_sizes_are_checked(name):
     with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
-        JetStreamEngine(MODEL, TOKENIZER, WEIGHTS, **{**SIZES, name: 0})
+        JetStreamEngine(MODEL, TOKENIZER, WEIGHTS, **{"slots": 4, **SIZES, name: 0})
 
 
 # --- JetStream's own tests of an engine ---------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def greedy(*prompts):
     return [g[0].tokens.tolist() for g in groups]
 
 
-def test_the_driver_gets_the_weights_box(engine):
+def test_the_driver_gets_the_engine_for_weights(engine):
     assert engine.load_params().weights is WEIGHTS
     assert engine.max_concurrent_decodes == 4
     assert engine.max_prefill_length == 32  # of the sizes that JetStream knows, the least that holds a prompt
@@ -383,13 +383,13 @@ def test_an_answer_that_was_cancelled_gives_up_its_row(engine):
         state = engine.insert(prefix, state, slot=slot)
     state, results = engine.generate(params, state)
     assert [results.get_result_at_slot(i).valid.sum() for i in range(4)] == [4, 4, 4, 0]
-    jobs[0].cancel()
-    assert [a.tokens.size for a in jobs[0].future.result(0)] == [4, 4]
+    jobs[0].end()
+    assert [a.tokens.size for a in jobs[0].result(0)] == [4, 4]
     state, results = engine.generate(params, state)
     assert results.get_result_at_slot(0).valid.tolist() == [[0]]  # the Driver may have the slot again
     assert results.get_result_at_slot(2).valid.sum() == 4
-    assert state.slots.busy == 1
-    assert [a.tokens.size for a in jobs[0].future.result(0)] == [4, 4]
+    assert state.busy == 1
+    assert [a.tokens.size for a in jobs[0].result(0)] == [4, 4]
 
 
 def test_a_group_cancelled_while_a_call_ends_keeps_its_prompt_as_long_as_a_row(engine, monkeypatch):
@@ -399,28 +399,28 @@ def test_a_group_cancelled_while_a_call_ends_keeps_its_prompt_as_long_as_a_row(e
     for slot, ticket in enumerate(job.tickets):
         state = engine.insert(engine.prefill(params=params, padded_tokens=ticket, true_length=3), state, slot=slot)
     last = job.active.answers[1]
-    monkeypatch.setattr(last, "take", lambda *_: job.cancel())
+    monkeypatch.setattr(last, "take", lambda *_: job.end())
     state, _ = engine.generate(params, state)
-    assert state.slots.busy == 1
-    assert state.slots.prefixes[state.slots.rows[0].group.prefix] is job.active
+    assert state.busy == 1
+    assert state.prefixes[state.rows[0].group.prefix] is job.active
     asked = DriverGroup(Request(PROMPTS[1], 8, 4, GREEDY))
     for slot, ticket in enumerate(asked.tickets[:2]):
         state = engine.insert(engine.prefill(params=params, padded_tokens=ticket, true_length=1), state, slot=slot)
     state, _ = engine.generate(params, state)
     assert [d.tokens for d in asked.active.answers[:2]] == [greedy(PROMPTS[1])[0][:4]] * 2
     state, _ = engine.generate(params, state)
-    assert state.slots.busy == 0
-    assert job.active not in state.slots.prefixes
+    assert state.busy == 0
+    assert job.active not in state.prefixes
 
 
 def test_an_answer_cancelled_on_its_way_costs_nothing(engine):
     job = DriverGroup(Request(PROMPTS[0], 1, 40, WARM))
-    job.cancel()
+    job.end()
     prefix = engine.prefill(params=engine.load_params(), padded_tokens=job.tickets[0], true_length=3)
     state = engine.insert(prefix, engine.init_decode_state(), slot=2)
     state, results = engine.generate(engine.load_params(), state)
     assert results.get_result_at_slot(2).valid.tolist() == [[0]]
-    assert engine.counts["prefills"] == state.slots.busy == 0
+    assert engine.counts["prefills"] == state.busy == 0
 
 
 def test_a_ticket_passes_the_tokenizer(engine):
