@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,9 +30,7 @@ def open_task(make: Callable[[], Task], template: Callable[[Prompt], Prompt], fi
     for name, side in (("train", task.train), ("test", task.test)):
         sound = hasattr(side, "__getitem__") and len(side) and isinstance(side[0], Prompt)
         expect(sound, f"{field}().{name}", type(side).__name__, "a sequence of at least one types.Prompt")
-    if template is templates.none:
-        return task
-    return templates.applied(task, lambda prompt: replace(template(prompt), question=prompt.text))
+    return templates.applied(task, template)
 
 
 def fitting(
@@ -82,12 +79,12 @@ def _too_long(prompts: Sequence[Prompt], tokenizer: Tokenizer, limit: int) -> di
     """Index → tokens of the prompts of more than `limit` tokens."""
     hf, file, found = tokenizer.hf, None, {}
     if len(prompts) > CACHED_FROM:
-        definition = hf.backend_tokenizer.to_str() if hf.is_fast else repr(sorted(hf.get_vocab().items()))
-        key = hashlib.blake2b(f"{limit} {definition}".encode(), digest_size=16)
+        definition = hf.backend_tokenizer.to_str() if hf.is_fast else sorted(hf.get_vocab().items())
+        key = hashlib.blake2b(repr((limit, definition)).encode(), digest_size=16)
         for p in prompts:
             key.update(repr((p.text, p.question)).encode())
         file = cache_folder() / "prompts" / f"{key.hexdigest()}.json"
-        with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or damaged
+        with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or only half written
             return dict(json.loads(file.read_text()))
     for index, p in enumerate(prompts):
         try:
@@ -100,7 +97,5 @@ def _too_long(prompts: Sequence[Prompt], tokenizer: Tokenizer, limit: int) -> di
     if file is not None:
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
             file.parent.mkdir(parents=True, exist_ok=True)
-            whole = file.with_suffix(f".{os.getpid()}")
-            whole.write_text(json.dumps(list(found.items())))
-            whole.replace(file)
+            file.write_text(json.dumps(list(found.items())))
     return found
