@@ -16,6 +16,7 @@ from jaxrl_llm.config.functions import unbound
 from jaxrl_llm.objective.algorithms import Algorithm, call
 
 SIZES = {"P": 2, "G": 3, "B": 6, "T": 5}
+KINDS = {"float": jnp.floating, "bool": jnp.bool_, "number": np.generic}
 NEEDS_VALUES = (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)
 
 
@@ -24,70 +25,74 @@ def dry_run(a: Algorithm, max_len: int) -> None:
 
     max_len: the most tokens of a response.
     """
-    tokens, mask, row, group = _array("B T"), _array("B T", bool), _array("B"), _array("P G")
-    by_token = ("logp", "old_logp", "sampler_logp", "adv", "values", "kl", "entropy", "log_router_ratio")
-    have = dict.fromkeys(by_token, tokens) | {"mask": mask, "selected": mask, "beta": 0.0}
-    have["key"] = jax.eval_shape(lambda: jax.random.key(0))
-    memory = None if a.memory is None else _called(a.memory, "memory", {"n_prompts": 7})
-    of_rows = {"rewards": row, "correct": _array("B", bool), "n_tokens": _array("B", int), "n_gold": row}
-    of_groups = {"rewards": group, "correct": _array("P G", bool), "n_tokens": _array("P G", int)}
-    of_prompts = {"mask": _array("P G T", bool), "prompt_ids": _array("P", int), "kept": _array("P", bool)}
-    of_prompts |= {"rewards": group, "lengths": _array("P G", int), "state": memory}
-    for name, given, kind, axes in (
-        ("loss", have, "float", ("B T",)),
-        ("correction", have, "float", ("B T",)),
-        ("updates.select", have, "bool", ("B T",)),
-        ("updates.token_filter", have, "bool", ("B T",)),
-        ("updates.phases", have, "bool", ("B T",)),
-        ("token_advantage", have | {"rewards": row if a.critic is None else tokens}, "float", ("B T",)),
-        ("advantage", of_prompts, "float", ("P G", "P G T")),
-        ("shaping.length_reward", of_groups | {"max_len": max_len}, "number", ("P G",)),
-        ("shaping.reward", of_rows | {"max_len": max_len}, "number", ("B",)),
-        ("shaping.format_reward", {"text": ""}, "number", ("",)),
-        ("group_filter", of_groups, "bool", ("P",)),
+    plain = {"max_len": max_len, "text": "", "n_prompts": 7, "beta": 0.0}
+    names = ("logp", "old_logp", "sampler_logp", "adv", "values", "kl", "entropy", "log_router_ratio")
+    tokens = plain | dict.fromkeys(names, _array("B T")) | dict.fromkeys(("mask", "selected"), _array("B T", bool))
+    tokens |= {"rewards": _array("B" if a.critic is None else "B T"), "key": jax.eval_shape(lambda: jax.random.key(0))}
+    rows = plain | {"rewards": _array("B"), "correct": _array("B", bool), "n_gold": _array("B")}
+    rows |= {"n_tokens": _array("B", np.int32)}
+    memory = None if a.memory is None else _called(a.memory, "memory", rows)
+    groups = plain | {"rewards": _array("P G"), "correct": _array("P G", bool), "state": memory}
+    groups |= dict.fromkeys(("n_tokens", "lengths"), _array("P G", np.int32))
+    groups |= {"mask": _array("P G T", bool), "prompt_ids": _array("P", np.int32), "kept": _array("P", bool)}
+    for names, given, expected in (
+        ("loss correction token_advantage", tokens, "float [B T]"),
+        ("updates.select updates.token_filter", tokens, "bool [B T]"),
+        ("updates.phases", tokens, "a tuple of bool [B T]"),
+        ("advantage", groups, "float [P G] or [P G T]"),
+        ("shaping.length_reward", groups, "number [P G]"),
+        ("shaping.reward", rows, "number [B]"),
+        ("shaping.format_reward", rows, "number []"),
+        ("group_filter", groups, "bool [P]"),
     ):
-        fn = attrgetter(name)(a)
-        if fn is None:
-            continue
-        out = _called(fn, name, given)
-        expected, parts = f"{kind} {' or '.join(f'[{x}]' for x in axes)}", (out,)
-        if name == "updates.phases":
-            expected, parts = f"a tuple of {expected}", out if isinstance(out, tuple | list) else ()
-        elif name == "advantage" and memory is not None:
-            expected = f"{expected} and the state as {_shown(memory)}"
-            parts = out[:1] if isinstance(out, tuple) and len(out) == 2 and _shown(out[1]) == _shown(memory) else ()
-        elif name == "token_advantage" and isinstance(out, tuple):
-            parts = out[:1]  # the second are returns
-        if not parts or not all(_is(x, kind, axes) for x in parts):
-            sizes = ", ".join(f"{axis} = {n}" for axis, n in SIZES.items())
-            raise ValueError(f"algorithm.{name}: {_name(fn)} returns {_shown(out)}; expected {expected}, here {sizes}")
+        for name in names.split():
+            _check(a, name, given, expected)
+
+
+def _check(a: Algorithm, name: str, given: dict[str, Any], expected: str) -> None:
+    fn = attrgetter(name)(a)
+    if fn is None:
+        return
+    out = _called(fn, name, given)
+    checked = (out,)
+    if name == "updates.phases":
+        checked = out if isinstance(out, tuple | list) else ()
+    elif name == "advantage" and a.memory is not None:
+        state = _shown(given["state"])
+        expected += f" and the state as {state}"
+        checked = out[:1] if isinstance(out, tuple) and len(out) == 2 and _shown(out[1]) == state else ()
+    elif name == "token_advantage" and isinstance(out, tuple):
+        checked = out[:1]  # the second are returns
+    if not checked or not all(_is(x, expected) for x in checked):
+        sizes = ", ".join(f"{axis} = {n}" for axis, n in SIZES.items())
+        raise ValueError(f"algorithm.{name}: {_name(fn)} returns {_shown(out)}; expected {expected}, here {sizes}")
 
 
 def one_answer_suffices(a: Algorithm) -> bool:
     """Whether an answer alone in its group can have an advantage: of a right and a wrong one, each drawn twice, any."""
-    state = None if a.memory is None else call(a.memory, {"n_prompts": 2})
+    given = {"lengths": np.full((2, 1), 3), "mask": np.ones((2, 1, 3), bool), "prompt_ids": np.arange(2)}
+    given |= {"kept": np.ones(2, bool), "state": a.memory and call(a.memory, {"n_prompts": 2})}
     for rewards in np.array([[[1.0], [0.0]], [[0.0], [1.0]]], np.float32):
-        have = {"rewards": rewards, "lengths": np.full((2, 1), 3), "mask": np.ones((2, 1, 3), bool), "state": state}
         try:
-            out = call(a.advantage, have | {"prompt_ids": np.arange(2), "kept": np.ones(2, bool)})
+            adv = call(a.advantage, given | {"rewards": rewards})
         except ValueError:
             return False
-        adv, state = out if a.memory is not None else (out, None)
+        if a.memory is not None:
+            adv, given["state"] = adv
         if np.any(np.nan_to_num(adv)):
             return True
     return False
 
 
-def _array(axes: str, dtype: type = float) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(
-        [SIZES[a] for a in axes.split()], {float: jnp.float32, int: jnp.int32}.get(dtype, dtype)
-    )
+def _array(axes: str, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct([SIZES[axis] for axis in axes.split()], dtype)
 
 
-def _is(x: Any, kind: str, axes: tuple[str, ...]) -> bool:
-    shapes = [tuple(SIZES[a] for a in names.split()) for names in axes]
-    kinds = {"float": jnp.floating, "bool": jnp.bool_, "number": np.generic}
-    return hasattr(x, "dtype") and x.shape in shapes and jnp.issubdtype(x.dtype, kinds[kind])
+def _is(x: Any, expected: str) -> bool:
+    """Whether x has the kind, and one of the shapes in brackets, that the text names."""
+    shapes = [tuple(SIZES[axis] for axis in axes.split()) for axes in re.findall(r"\[([A-Z ]*)\]", expected)]
+    kind = next(kind for name, kind in KINDS.items() if name in expected)
+    return hasattr(x, "dtype") and x.shape in shapes and jnp.issubdtype(x.dtype, kind)
 
 
 def _shown(out: Any) -> str:
@@ -102,7 +107,7 @@ def _name(fn: Callable) -> str:
 
 def _called(fn: Callable, name: str, given: dict[str, Any]) -> Any:
     """The shapes of what fn returns. It is traced; one that runs outside of jit may need arrays' values: zeros."""
-    arrays = {k: v for k, v in given.items() if k not in ("n_prompts", "max_len", "text", "beta")}
+    arrays = {k: v for k, v in given.items() if not isinstance(v, int | float | str)}
     try:
         if name != "group_filter":
             try:
@@ -111,12 +116,12 @@ def _called(fn: Callable, name: str, given: dict[str, Any]) -> Any:
                 if not name.startswith("shaping."):
                     why = "needs the values of arrays; expected jax.numpy and no `if` on an array, as it is compiled"
                     raise ValueError(why) from error
-        zeros = {k: np.zeros(x.shape, x.dtype) for k, x in arrays.items()}
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), arrays)
         return jax.eval_shape(lambda: np.asarray(call(fn, given | zeros)))
     except Exception as error:  # whatever a function of an experiment may raise
-        text = next(iter(str(error).splitlines()), "")
+        text = str(error).partition("\n")[0]
         text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-        keyword = re.match(r"\w+(?= is )", text)  # an error that names a keyword gets the keyword's path
-        if keyword and keyword[0] in inspect.signature(fn).parameters:
+        keyword, names_it, _ = text.partition(" is ")
+        if names_it and keyword in inspect.signature(fn).parameters:
             raise ValueError(f"algorithm.{name}.{text} ({_name(fn)})") from error
         raise ValueError(f"algorithm.{name}: {_name(fn)}: {text}") from error

@@ -67,41 +67,32 @@ def _fields(data: Any) -> Any:
 
 
 def _decode(hint: Any, data: Any, folder: Path | None) -> Any:
+    """hint: of the field; Any: a partial's keyword, as `to_json` wrote it. Lists are tuples."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, pytypes.UnionType):
-        options = [a for a in args if a is not type(None)]
-        return None if data is None else _decode(options[0], data, folder)
+        return None if data is None else _decode(next(a for a in args if a is not type(None)), data, folder)
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         if not isinstance(data, dict):
             raise ValueError(f"config: {data!r}; expected the fields of a {hint.__name__}")
-        unknown = [k for k in data if k not in hints]
-        if unknown:
-            raise ValueError(f"config: no field {unknown[0]!r} in {hint.__name__}; {nearest(unknown[0], list(hints))}")
+        for name in set(data) - set(hints):
+            raise ValueError(f"config: no field {name!r} in {hint.__name__}; {nearest(name, list(hints))}")
         try:
             return hint(**{k: _decode(hints[k], v, folder) for k, v in data.items()})
         except TypeError as error:  # a field without a default is missing
             raise ValueError(f"config: {error}") from error
-    if functions.is_function(hint):
-        return _plain(data, folder) if isinstance(data, dict) else functions.function(data, folder)
-    if origin is tuple:
-        return tuple(_decode(args[0], v, folder) for v in data)
-    return data
-
-
-def _plain(value: Any, folder: Path | None) -> Any:
-    """One of a partial's keywords, as `to_json` wrote it; lists are tuples."""
-    if isinstance(value, list):
-        return tuple(_plain(v, folder) for v in value)
-    if not isinstance(value, dict):
-        return value
-    if not {"function", "instance"} & set(value):
-        return {k: _plain(v, folder) for k, v in value.items()}
-    fn = functions.function(value["function"] if "function" in value else value["instance"], folder)
-    keywords = {k: _plain(v, folder) for k, v in value["with"].items()}
-    if "instance" in value:
-        return fn(**keywords)
-    return partial(fn, **keywords) if keywords else fn
+    if isinstance(data, list):
+        return tuple(_decode(args[0] if args else Any, v, folder) for v in data)
+    if functions.is_function(hint) and isinstance(data, str):
+        return functions.function(data, folder)
+    if not isinstance(data, dict) or origin is Mapping:
+        return data
+    kind = next((k for k in ("function", "instance") if k in data), None)
+    keywords = {k: _decode(Any, v, folder) for k, v in (data["with"] if kind else data).items()}
+    if kind is None:
+        return keywords
+    fn = functions.function(data[kind], folder)
+    return fn(**keywords) if kind == "instance" else partial(fn, **keywords) if keywords else fn
 
 
 def named(algorithm: str) -> Algorithm:

@@ -18,7 +18,7 @@ from typing import Any
 def nearest(name: str, known: list[str]) -> str:
     """For an error message: the known name that is meant, or all of them."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
 
 
 def unbound(fn: Callable) -> tuple[Callable, dict[str, Any]]:

@@ -49,38 +49,30 @@ def override(config: Any, *assignments: str) -> Any:
 
 def _changed(node: Any, changes: dict[str, Any], path: str) -> Any:
     """`node` with the changes of its fields: {name: {VALUE: its new value, its own fields' names: …}}."""
+    owner = repr(node)
     if dataclasses.is_dataclass(node):
-        known = typing.get_type_hints(type(node))
-        new = {n: _field(getattr(node, n, None), known, n, c, path, type(node).__name__) for n, c in changes.items()}
-        return replace(node, **new)
-    if callable(node):
+        owner, build = type(node).__name__, partial(replace, node)
+        now, known = vars(node), typing.get_type_hints(type(node))
+    elif callable(node):
         fn, keywords = unbound(node)
-        parameters = inspect.signature(fn).parameters
-        now = {
-            n: keywords.get(n, p.default) for n, p in parameters.items() if n in keywords or p.default is not p.empty
-        }
+        owner, build = fn.__name__, partial(partial, fn, **keywords)
+        now = {n: p.default for n, p in inspect.signature(fn).parameters.items() if p.default is not p.empty} | keywords
         known = {n: functions.hints(fn).get(n, Callable if callable(v) else Any) for n, v in now.items()}
-        new = {n: _field(now.get(n), known, n, c, path, fn.__name__) for n, c in changes.items()}
-        return partial(fn, **{**keywords, **new})
-    if isinstance(node, tuple | Mapping):
-        items = dict(enumerate(node)) if isinstance(node, tuple) else dict(node)
-        for name, change in changes.items():
-            key = int(name) if isinstance(node, tuple) and name.isdigit() else name
-            if key not in items and (isinstance(node, tuple) or set(change) != {VALUE}):
-                raise ValueError(f"{path}{name}: {node!r} has no field {name!r}")
-            items[key] = _field(items.get(key), {name: Any}, name, change, path, "")
-        return tuple(items.values()) if isinstance(node, tuple) else items
-    raise ValueError(f"{path}{next(iter(changes))}: {node!r} has no field {next(iter(changes))!r}")
-
-
-def _field(now: Any, known: dict[str, Any], name: str, change: dict[str, Any], path: str, owner: str) -> Any:
-    """The new value of one field; known: the types of its owner's fields, by name."""
-    if name not in known:
-        raise ValueError(f"{path}{name}: no field {name!r} in {owner}; {nearest(name, list(known))}")
-    if VALUE in change:
-        now = coerce(known[name], change[VALUE], path + name)
-    inner = {n: c for n, c in change.items() if n != VALUE}
-    return _changed(now, inner, f"{path}{name}.") if inner else now
+    elif isinstance(node, tuple):
+        now = {str(i): v for i, v in enumerate(node)}
+        known, build = dict.fromkeys(now, Any), lambda **new: tuple((now | new).values())
+    else:  # a mapping may get a new key; what has no fields at all ends in the error below
+        now = dict(node) if isinstance(node, Mapping) else {}
+        new_keys = (n for n, change in changes.items() if isinstance(node, Mapping) and set(change) == {VALUE})
+        known, build = dict.fromkeys((*now, *new_keys), Any), lambda **new: now | new
+    new = {}
+    for name, change in changes.items():
+        if name not in known:
+            raise ValueError(f"{path}{name}: no field {name!r} in {owner}; {nearest(name, list(known))}")
+        value = coerce(known[name], change[VALUE], path + name) if VALUE in change else now.get(name)
+        inner = {n: c for n, c in change.items() if n != VALUE}
+        new[name] = _changed(value, inner, f"{path}{name}.") if inner else value
+    return build(**new)
 
 
 def coerce(hint: Any, value: Any, where: str) -> Any:
@@ -113,7 +105,5 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     elif isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    expected = (
-        getattr(hint, "__name__", None) if origin is None else re.sub(r"(typing|collections\.abc)\.", "", str(hint))
-    )
+    expected = re.sub(r"(typing|collections\.abc)\.", "", str(hint)) if origin else getattr(hint, "__name__", None)
     raise ValueError(f"{where}: {value!r} is not valid; expected {expected}")

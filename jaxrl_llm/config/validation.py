@@ -42,6 +42,8 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
     ("a number in (0, 1]", lambda x: 0 < x <= 1, {Rollout: "top_p", PromptChoice: "retire_above"}),
     ("a number in [0, 1]", lambda x: 0 <= x <= 1, {Critic: "gamma lam"}),
     ("a number in [0, 1)", lambda x: 0 <= x < 1, {Optimizer: "b1 b2"}),
+    ("an even number", lambda x: x % 2 == 0, {ModelConfig: "head_width"}),
+    ("less than 2^31", lambda x: x < 2**31, {Config: "seed"}),
 )  # fmt: skip
 
 
@@ -49,25 +51,20 @@ def validate(config: Config) -> Config:
     """The same config. Raises ValueError that names the field, its value and what was expected."""
     r, a, m = config.rollout, config.algorithm, config.mesh
     _types(config, "")
-    expect(config.seed < 2**31, "seed", config.seed, "less than 2^31")
-    chosen = "top_p" if r.top_p < 1 else "top_k"
-    expected = "no filter, or rollout.allow_filtered=True: the sampler-learner gap would measure the filter"
-    expect(r.allow_filtered or (r.top_k, r.top_p) == (0, 1), f"rollout.{chosen}", getattr(r, chosen), expected)
-    ways, parts = m.data * m.fsdp, a.updates_per_batch * config.micro_batches
-    expected = "a multiple of mesh.data × mesh.fsdp × algorithm.updates_per_batch × micro_batches = "
-    expected += f"{m.data} × {m.fsdp} × {a.updates_per_batch} × {config.micro_batches}"
+    ways, micro = m.data * m.fsdp, config.micro_batches
+    whole = ways * a.updates_per_batch * micro
     left, over = divmod(r.prompts, ways * a.updates_per_batch)  # prompts of an update on a device, if it comes out even
-    many = f"rollout.prompts={math.ceil(r.prompts / (ways * parts)) * ways * parts}"
-    remedy = many if over else f"micro_batches={math.gcd(left, config.micro_batches)}"
-    expect(r.prompts % (ways * parts) == 0, "rollout.prompts", r.prompts, f"{expected} (--set {remedy})")
-    expect(r.slots % ways == 0, "rollout.slots", r.slots, f"a multiple of mesh.data × mesh.fsdp = {ways}")
+    many = f"rollout.prompts={math.ceil(r.prompts / whole) * whole}"
+    expected = "a multiple of mesh.data × mesh.fsdp × algorithm.updates_per_batch × micro_batches = "
+    expected += f"{m.data} × {m.fsdp} × {a.updates_per_batch} × {micro} "
+    expected += f"(--set {many if over else f'micro_batches={math.gcd(left, micro)}'})"
+    expect(r.prompts % whole == 0, "rollout.prompts", r.prompts, expected)
     _validate_sampler(r, ways)
-    _validate_algorithm(a, config, ways)
+    _validate_algorithm(a, r, ways, micro)
     _validate_model(config.model)
-    if config.prime is not None:
-        _validate_prime(config.prime, ways * config.micro_batches)
-    for name, make in (("task", config.task), ("tokenizer", config.tokenizer)):
-        _validate_call(make, name)
+    _validate_prime(config.prime, ways * micro)
+    _validate_call(config.task, "task")
+    _validate_call(config.tokenizer, "tokenizer")
     return config
 
 
@@ -83,13 +80,16 @@ def made(config: Config) -> tuple[Tokenizer, Task]:
 
 def _validate_model(m: ModelConfig) -> None:
     expect(m.heads % m.kv_heads == 0, "model.heads", m.heads, f"a multiple of model.kv_heads = {m.kv_heads}")
-    expect(m.head_width % 2 == 0, "model.head_width", m.head_width, "an even number")
     if m.rope_scaling is not None:
         low, high = m.rope_scaling.low_freq_factor, m.rope_scaling.high_freq_factor
         expect(low < high, "model.rope_scaling.low_freq_factor", low, f"less than high_freq_factor = {high}")
 
 
 def _validate_sampler(r: Rollout, ways: int) -> None:
+    chosen = "top_p" if r.top_p < 1 else "top_k"
+    expected = "no filter, or rollout.allow_filtered=True: the sampler-learner gap would measure the filter"
+    expect(r.allow_filtered or (r.top_k, r.top_p) == (0, 1), f"rollout.{chosen}", getattr(r, chosen), expected)
+    expect(r.slots % ways == 0, "rollout.slots", r.slots, f"a multiple of mesh.data × mesh.fsdp = {ways}")
     expected = f"0, or room for a group on each of the mesh's {ways} shards: at least {ways * r.group_size}"
     expect(ways == 1 or r.slots == 0 or r.slots >= ways * r.group_size, "rollout.slots", r.slots, expected)
     exact = r.mode == "sync" and not r.servers and not r.budget
@@ -106,8 +106,7 @@ def _validate_sampler(r: Rollout, ways: int) -> None:
         expect(host and port.isdecimal(), f"rollout.servers.{i}", server, "host:port")
 
 
-def _validate_algorithm(a: Algorithm, config: Config, ways: int) -> None:
-    r = config.rollout
+def _validate_algorithm(a: Algorithm, r: Rollout, ways: int, micro_batches: int) -> None:
     if r.group_size == 1:
         expect(a.group_filter is None, "rollout.group_size", 1, "at least 2 for algorithm.group_filter")
         expected = f"at least 2 for {unbound(a.advantage)[0].__name__}: the advantage of one answer alone is 0"
@@ -121,44 +120,43 @@ def _validate_algorithm(a: Algorithm, config: Config, ways: int) -> None:
         expected = "one that sets meta['n_gold'], for algorithm.shaping.reward"
         expect("n_gold" in template(Prompt(0, "?")).meta, "algorithm.prompts.template", template, expected)
     if a.critic is not None:
-        of_a_device, parts = r.prompts // (ways * config.micro_batches), a.critic.mini_batches
+        of_a_device, parts = r.prompts // (ways * micro_batches), a.critic.mini_batches
         expected = "a divisor of rollout.prompts / (mesh.data × mesh.fsdp × micro_batches) = "
         expected += f"{of_a_device} (--set algorithm.critic.mini_batches={math.gcd(of_a_device, parts)})"
         expect(of_a_device % parts == 0, "algorithm.critic.mini_batches", parts, expected)
     dry_run(a, r.max_response_tokens)
 
 
-def _validate_prime(prime: Prime, ways: int) -> None:
-    expect(len(prime.stages) > 0, "prime.stages", prime.stages, "at least one Stage(…)")
+def _validate_prime(prime: Prime | None, parts: int) -> None:
+    """parts: data × fsdp × micro_batches, into which a batch of traces is divided."""
+    if prime is None:
+        return
+    expect(prime.stages, "prime.stages", prime.stages, "at least one Stage(…)")
     for i, stage in enumerate(prime.stages):
         weights = list(stage.mixture.values())
         sound = min(weights, default=-1) >= 0 and sum(weights) > 0
         expect(sound, f"prime.stages.{i}.mixture", stage.mixture, "behaviours with weights, none below 0, not all 0")
-    n = prime.traces_per_batch
-    divides = f"a positive multiple of mesh.data × mesh.fsdp × micro_batches = {ways}"
-    expect(n > 0 and n % ways == 0, "prime.traces_per_batch", n, divides)
+    n, expected = prime.traces_per_batch, f"a positive multiple of mesh.data × mesh.fsdp × micro_batches = {parts}"
+    expect(n > 0 and n % parts == 0, "prime.traces_per_batch", n, expected)
     if prime.task is not None:
         _validate_call(prime.task, "prime.task")
 
 
 def _validate_call(make: Callable, name: str, *arguments: Any) -> None:
-    """`make(*arguments)` gets all that it needs, and nothing that it does not know; a function that it takes is one,
-    of as many arguments as its annotation says.
-    """
-    inner = make if isinstance(make, partial) else partial(make)
-    fn = inner.func
+    """`make` can be called with the arguments; a function that it has bound, with as many as its annotation says."""
+    bound = make if isinstance(make, partial) else partial(make)
+    fn = bound.func
     try:
-        inspect.signature(fn).bind(*inner.args, *arguments, **inner.keywords)
+        inspect.signature(fn).bind(*bound.args, *arguments, **bound.keywords)
     except TypeError as error:
         raise ValueError(f"{name}: {getattr(fn, '__name__', fn)}: {error}") from error
-    known = functions.hints(fn)
-    for keyword, value in unbound(inner)[1].items():
-        hint = known.get(keyword)
+    for keyword, value in unbound(bound)[1].items():
+        hint = functions.hints(fn).get(keyword)
         if functions.is_function(hint):
             coerce(hint, value, f"{name}.{keyword}")
-            given = typing.get_args(hint)[:1]
-            if given and isinstance(given[0], list):
-                _validate_call(value, f"{name}.{keyword}", *given[0])
+            taken = next(iter(typing.get_args(hint)), None)
+            if isinstance(taken, list):
+                _validate_call(value, f"{name}.{keyword}", *taken)
 
 
 def _types(node: Any, path: str) -> None:
