@@ -245,7 +245,7 @@ def use_devices(config: Config, whole_mesh: bool = False) -> None:
     """
     import jax
 
-    from jaxrl_llm.data.cache import cache_folder
+    from jaxrl_llm.data.curation import cache_folder
     from jaxrl_llm.parallel.sharding import make_mesh
 
     if config.compile_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -14,11 +14,12 @@ from typing import Any
 
 from jaxrl_llm import __version__
 from jaxrl_llm.config import functions
-from jaxrl_llm.config.functions import nearest, unbound
+from jaxrl_llm.config.functions import unbound
 from jaxrl_llm.config.overrides import override
 from jaxrl_llm.config.tree import Config
 from jaxrl_llm.config.validation import validate
 from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm
+from jaxrl_llm.types import nearest
 
 
 def to_json(node: Any, path: str = "config", keyword: bool = False) -> Any:

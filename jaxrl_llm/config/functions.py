@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -14,11 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-
-def nearest(name: str, known: list[str]) -> str:
-    """For an error message: the known name that is meant, or all of them."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
+from jaxrl_llm.types import nearest
 
 
 def unbound(fn: Callable) -> tuple[Callable, dict[str, Any]]:

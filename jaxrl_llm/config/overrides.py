@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from jaxrl_llm.config import functions
-from jaxrl_llm.config.functions import nearest, unbound
-from jaxrl_llm.types import expect
+from jaxrl_llm.config.functions import unbound
+from jaxrl_llm.types import expect, nearest
 
 
 def _parse(text: str) -> Any:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from jaxrl_llm.data import templates
-from jaxrl_llm.data.cache import cache_folder
 from jaxrl_llm.data.tasks import Problems
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.types import Prompt, Task, expect
 
 MANY, SAMPLE = 10_000, 256  # of more problems than that, made by program, a sample is looked at
 CACHED_FROM = 1000  # prompts, from which on what was found is kept on disk
+
+
+def cache_folder() -> Path:
+    """Where the project keeps on disk what is costly to find out again: $JAXRL_CACHE, or ~/.cache/jaxrl_llm."""
+    return Path(os.environ.get("JAXRL_CACHE") or Path.home() / ".cache" / "jaxrl_llm")
 
 
 def open_task(make: Callable[[], Task], template: Callable[[Prompt], Prompt], field: str = "task") -> Task:

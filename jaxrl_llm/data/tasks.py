@@ -13,7 +13,6 @@ Behaviours of `Task.trace`, in every task:
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import operator
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.expressions import OPERATIONS, Steps, expression, parse_value, run_steps, written
-from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, Reward, Task, expect
+from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, Reward, Task, expect, nearest
 
 BEHAVIOURS = ("clean", "wrong_step", "no_reasoning", "recheck")
 MARKS = {"recheck": "?"}  # what a behaviour leaves in a text
@@ -89,9 +88,8 @@ def _reward(check: Callable | None, marks: dict[str, str], prompt: Prompt, text:
 
 
 def _trace(write: Callable, behaviours: tuple[str, ...], prompt: Prompt, behaviour: str, seed: int) -> str:
-    if behaviour not in behaviours:
-        near = difflib.get_close_matches(str(behaviour), behaviours, n=1, cutoff=0.0)[0]
-        raise ValueError(f"behaviour is {behaviour!r}; expected one of {behaviours}; did you mean {near!r}?")
+    expected = f"one of {behaviours}; {nearest(str(behaviour), behaviours)}"
+    expect(behaviour in behaviours, "behaviour", behaviour, expected)
     digest = hashlib.blake2b(f"{seed}\n{behaviour}\n{prompt.text}".encode(), digest_size=16).digest()
     return write(prompt, behaviour, np.random.default_rng(int.from_bytes(digest, "big")))
 
