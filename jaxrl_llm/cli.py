@@ -18,9 +18,7 @@ from jaxrl_llm import __version__
 if TYPE_CHECKING:  # importing it takes a second; what the command line itself gets wrong should not wait for it
     from jaxrl_llm.config import Config
 
-_changes = tyro.conf.arg(
-    name="set", metavar="path.to.field=value", help="override a field of CONFIG; may be given again."
-)
+_changes = tyro.conf.arg(name="set", metavar="path.to.field=value", help="override a field of CONFIG; may be repeated.")
 Set = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], _changes]
 _method = tyro.conf.arg(help="a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.")
 Method = Annotated[str | None, _method]

@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import jaxrl_llm
 from jaxrl_llm import cli
 from jaxrl_llm import config as configs
-from jaxrl_llm.config import functions
+from jaxrl_llm.config import values
 from jaxrl_llm.objective import advantages
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.run import folder, trainer
@@ -160,7 +160,7 @@ def experiment(tmp_path):
 @pytest.fixture
 def module(experiment):
     """The experiment as the commands of this process will find it: its hooks can be set."""
-    return functions.load_module(experiment)
+    return values.load_module(experiment)
 
 
 def rows(run):

@@ -16,10 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.config import functions
-from jaxrl_llm.config.functions import unbound
-from jaxrl_llm.config.overrides import coerce
 from jaxrl_llm.config.tree import Checkpoint, Config, Evaluation, Mesh, Prime, Rollout, Stage
+from jaxrl_llm.config.values import coerce, hints, is_function, unbound
 from jaxrl_llm.data import curation
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.shape import ModelConfig, RopeScaling
@@ -266,8 +264,8 @@ def _validate_call(make: Callable, name: str, *arguments: Any) -> None:
     except TypeError as error:
         raise ValueError(f"{name}: {getattr(fn, '__name__', fn)}: {error}") from error
     for keyword, value in unbound(bound)[1].items():
-        hint = functions.hints(fn).get(keyword)
-        if functions.is_function(hint):
+        hint = hints(fn).get(keyword)
+        if is_function(hint):
             coerce(hint, value, f"{name}.{keyword}")
             taken = next(iter(typing.get_args(hint)), None)
             if isinstance(taken, list):
@@ -275,10 +273,10 @@ def _validate_call(make: Callable, name: str, *arguments: Any) -> None:
 
 
 def _types(node: Any, path: str) -> None:
-    hints = typing.get_type_hints(type(node))
+    known = typing.get_type_hints(type(node))
     for f in dataclasses.fields(node):
         value, where = getattr(node, f.name), f"{path}{f.name}"
-        coerce(hints[f.name], value, where)
+        coerce(known[f.name], value, where)
         expect(not isinstance(value, list), where, value, "a tuple")  # --set takes a list for it: it makes a tuple
         for expected, holds, numbers in RULES:
             if value is not None and f.name in numbers.get(type(node), "").split():

@@ -39,9 +39,7 @@ def open_task(make: Callable[[], Task], template: Callable[[Prompt], Prompt], fi
     return templates.applied(task, template)
 
 
-def fitting(
-    task: Task, tokenizer: Tokenizer, limit: int, long_prompts: str
-) -> tuple[Task, Callable[[Prompt], bool] | None]:
+def fitting(task: Task, tokenizer: Tokenizer, limit: int, long_prompts: str) -> tuple[Task, Callable | None]:
     """The task without prompts of more than `limit` tokens, and what tells whether a training prompt may be used.
 
     Every prompt of both sides is encoded now (the finding is cached). One that is too long is an error with

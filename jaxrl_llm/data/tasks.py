@@ -58,11 +58,10 @@ class Problems(Sequence):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(self.size)))
-        index = operator.index(index)
+            return tuple(self[i] for i in range(self.size)[index])
         if not -self.size <= index < self.size:
             raise IndexError(f"index {index} of {self.size} problems")
-        index %= self.size
+        index = operator.index(index) % self.size
         rng = np.random.default_rng([self.seed, self.test, index])
         for _ in range(MAX_DRAWS):
             prompt = self.draw(rng)

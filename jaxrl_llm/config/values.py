@@ -1,22 +1,98 @@
-"""Changing a tree of dataclasses, partials, tuples and mappings by path: `path.to.field=value`."""
+"""What a field may hold: a value of its type, or a function, by name and with keywords; and changes of it by path."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import math
 import re
-import types as pytypes
+import sys
+import traceback
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config import functions
-from jaxrl_llm.config.functions import unbound
 from jaxrl_llm.types import expect, nearest
+
+
+def unbound(fn: Callable) -> tuple[Callable, dict[str, Any]]:
+    """A function and the keywords that partials have bound; arguments bound by position get their names."""
+    if not isinstance(fn, partial):
+        return fn, {}
+    return fn.func, {**inspect.signature(fn.func).bind_partial(*fn.args).arguments, **fn.keywords}
+
+
+def hints(fn: Callable) -> dict[str, Any]:
+    """Its parameters' types."""
+    try:
+        return typing.get_type_hints(fn)
+    except Exception:  # an annotation that cannot be evaluated checks nothing
+        return {}
+
+
+def is_function(hint: Any) -> bool:
+    """Whether a field of this type holds a function."""
+    return hint is Callable or hint is typing.Callable or typing.get_origin(hint) is Callable
+
+
+def reference(fn: Callable, path: str) -> str:
+    """module:name. A module that lies beside an experiment is named by its file: only from there it can be imported."""
+    module, name = sys.modules.get(getattr(fn, "__module__", None)), getattr(fn, "__qualname__", "")
+    if getattr(module, name, None) is not fn:
+        raise ValueError(f"{path} is {fn!r}; expected a function with a name of its own in a module")
+    file = Path(getattr(module, "__file__", None) or "")
+    beside = {Path(m).parent for m in sys.modules if m.endswith(".py")}
+    return f"{file if file.parent in beside else module.__name__}:{name}"
+
+
+def function(text: str, folder: Path | None) -> Callable:
+    """The function that `reference` has named. `folder`: a run's folder, where a copy of the experiment file lies."""
+    module_name, _, name = text.rpartition(":")
+    if module_name.endswith(".py"):
+        path = Path(module_name)  # files beside it may be imported, so the original comes before the run's copy of it
+        module = load_module(path if path.is_file() or folder is None else folder / path.name)
+    else:
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise ValueError(f"{text}: {error}; expected module:function") from error
+    if not hasattr(module, name):
+        defined = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+        raise ValueError(f"{text}: {module_name} has no {name!r}; {nearest(name, defined)}")
+    return getattr(module, name)
+
+
+def load_module(path: Path) -> types.ModuleType:
+    """Run a Python file as a module, once; files beside it can be imported by name.
+
+    Raises ValueError when it isn't there, and with the line at which it fails.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise ValueError(f"experiment {path}: no such file")
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("__file__") == str(path):
+            return module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = str(path)  # two experiments may have one stem
+    module = types.ModuleType(name)
+    module.__file__ = name
+    sys.modules[name] = module
+    try:
+        exec(compile(path.read_bytes(), name, "exec"), vars(module))
+    except Exception as error:
+        del sys.modules[name]
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == name]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else 0
+        raise ValueError(f"experiment {path}:{line}: {type(error).__name__}: {error}") from error
+    return module
 
 
 def _parse(text: str) -> Any:
@@ -57,7 +133,7 @@ def _changed(node: Any, changes: dict[str, Any], path: str) -> Any:
         fn, keywords = unbound(node)
         owner, build = fn.__name__, partial(partial, fn, **keywords)
         now = {n: p.default for n, p in inspect.signature(fn).parameters.items() if p.default is not p.empty} | keywords
-        known = {n: functions.hints(fn).get(n, Callable if callable(v) else Any) for n, v in now.items()}
+        known = {n: hints(fn).get(n, Callable if callable(v) else Any) for n, v in now.items()}
     elif isinstance(node, tuple):
         now = {str(i): v for i, v in enumerate(node)}
         known, build = dict.fromkeys(now, Any), lambda **new: tuple((now | new).values())
@@ -76,13 +152,13 @@ def _changed(node: Any, changes: dict[str, Any], path: str) -> Any:
 
 
 def coerce(hint: Any, value: Any, where: str) -> Any:
-    """`value` as `hint` wants it, or ValueError. Ints pass for floats, lists for tuples, module:name for functions."""
+    """`value` as `hint` wants it, or ValueError. Ints pass for floats, lists for tuples, module:name for"""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (hint is type(None) and value is None):
         return value
-    if isinstance(value, str) and ":" in value and any(map(functions.is_function, (hint, *args))):
-        return functions.function(value, None)
-    if origin in (typing.Union, pytypes.UnionType):
+    if isinstance(value, str) and ":" in value and any(map(is_function, (hint, *args))):
+        return function(value, None)
+    if origin in (typing.Union, types.UnionType):
         for option in sorted(args, key=lambda a: a is not type(value)):
             try:
                 return coerce(option, value, where)
@@ -94,7 +170,7 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     elif origin in (tuple, list, Sequence):
         if isinstance(value, list | tuple):
             return tuple(coerce(args[0], v, f"{where}.{i}") for i, v in enumerate(value))
-    elif functions.is_function(hint):
+    elif is_function(hint):
         if callable(value):
             return value
     elif origin in (dict, Mapping):
