@@ -18,9 +18,7 @@ from jaxrl_llm import __version__
 if TYPE_CHECKING:  # importing it takes a second; what the command line itself gets wrong should not wait for it
     from jaxrl_llm.config import Config
 
-_changes = tyro.conf.arg(
-    name="set", metavar="path.to.field=value", help="override a field of CONFIG; may be given again."
-)
+_changes = tyro.conf.arg(name="set", metavar="path.to.field=value", help="override a field of CONFIG; may be repeated.")
 Set = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], _changes]
 _method = tyro.conf.arg(help="a method by name (see `jaxrl algorithms`) in place of CONFIG's; --set applies to it.")
 Method = Annotated[str | None, _method]
@@ -36,11 +34,11 @@ def train(experiment: File, set_: Set = (), algorithm: Method = None, resume: bo
         resume: go on from the newest checkpoint in --out, exactly.
     """
     config, folder = _load(experiment, set_, algorithm), _folder(out, experiment)
+    use_devices(config, whole_mesh=True)
     from jaxrl_llm.reports import curves
     from jaxrl_llm.run import folder as folders
     from jaxrl_llm.run import stopping, trainer
 
-    _devices(config)
     try:
         trainer.train(config, folder, resume=resume, source=experiment)
     except stopping.Stopped as stop:
@@ -53,17 +51,17 @@ def train(experiment: File, set_: Set = (), algorithm: Method = None, resume: bo
             raise
         raise OSError(f"{error.filename or folder}: not written, the disk is full") from error
     finally:  # also of a run that fails
-        if (folder / "metrics.jsonl").exists():
-            try:
+        log = folder / "metrics.jsonl"
+        try:
+            if log.exists():
                 curves.draw(folder, title=folder.name)
-            except (OSError, ValueError) as error:  # a full disk must not hide what failed before
-                print(f"{folder / 'curves.png'} was not drawn: {error}", file=sys.stderr)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    held_out = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
+        except (OSError, ValueError) as error:  # a full disk must not hide what failed before
+            print(f"{folder / 'curves.png'} was not drawn: {error}", file=sys.stderr)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    held_out = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     problems = min(config.evaluation.problems, len(config.task().test))
     print(f"held-out accuracy on {problems} problems: {held_out[0]:.1%} before, {held_out[-1]:.1%} after")
-    names = {"curves": "curves.png", "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
-    print("   ".join(f"{what}: {folder / name}" for what, name in names.items()))
+    print(f"curves: {folder / 'curves.png'}   metrics: {log}   samples: {folder / 'samples.jsonl'}")
 
 
 def sft(experiment: File, set_: Set = (), algorithm: Method = None, out: Out = None) -> None:
@@ -75,9 +73,9 @@ def sft(experiment: File, set_: Set = (), algorithm: Method = None, out: Out = N
     config, folder = _load(experiment, set_, algorithm), _folder(out, experiment)
     if config.prime is None:
         raise ValueError("prime is None; expected a Prime(…) for jaxrl sft")
+    use_devices(config, whole_mesh=True)
     from jaxrl_llm.run import stopping, trainer
 
-    _devices(config)
     try:
         row = trainer.prime_only(config, folder, source=experiment)
     except stopping.Stopped as stop:
@@ -139,8 +137,8 @@ def serve(
     set_: Set = (),
     host: str = "127.0.0.1",
     port: int = 9000,
-    cert: Path | None = None,
-    key: Path | None = None,
+    cert: str | None = None,
+    key: str | None = None,
     metrics_port: int | None = None,
     unwatched: bool = False,
 ) -> None:
@@ -159,16 +157,13 @@ def serve(
         unwatched: serve in this process, which is not started again when it dies.
     """
     config = _load(source, set_)
-    if unwatched:  # a watcher leaves the devices to the process that it watches
-        use_devices(config)
     from jaxrl_llm.serving import process as serving
 
-    listen = {"host": host, "port": port, "metrics_port": metrics_port}
-    listen |= {"cert": cert and str(cert), "key": key and str(key)}
-    if unwatched:
-        serving.work(source, set_, **listen)
-    else:
+    listen = {"host": host, "port": port, "cert": cert, "key": key, "metrics_port": metrics_port}
+    if not unwatched:  # the devices are left to the process that is watched
         sys.exit(serving.watch(source, set_, **listen))
+    use_devices(config)
+    serving.work(source, set_, **listen)
 
 
 def gap(run: File, problems: int = 64, samples: int = 4, worst: int = 10, out: Path | None = None) -> None:
@@ -189,8 +184,7 @@ def gap(run: File, problems: int = 64, samples: int = 4, worst: int = 10, out: P
     from jaxrl_llm.run import metrics
 
     learner, params, step = gaps.load(run, problems, samples, worst)
-    out = out or run
-    out.mkdir(parents=True, exist_ok=True)
+    (out := out or run).mkdir(parents=True, exist_ok=True)
     variants, found = gaps.samplers(learner), []
     with metrics.Progress(len(variants), "sampling") as progress:
         for variant in variants:
@@ -231,44 +225,40 @@ def _load(source: Path, set_: tuple[str, ...] = (), algorithm: str | None = None
     """The config of an experiment file or of a run's folder."""
     if not source.exists():
         raise ValueError(f"{source}: no such file; expected an experiment or a run's folder")
-    from jaxrl_llm import config as configs
+    from jaxrl_llm.config import load
 
-    return configs.load(source, set_, algorithm)
+    return load(source, set_, algorithm)
 
 
 def _folder(out: str | None, experiment: Path) -> Path:
     if out == "":
         raise ValueError("--out is ''; expected a folder")
-    return Path(out or Path("runs") / experiment.stem)
+    return Path(out or f"runs/{experiment.stem}")
 
 
-def use_devices(config: Config) -> None:
-    """Say where compiled programs are kept, unless the environment has, and fail where jax finds no device."""
+def use_devices(config: Config, whole_mesh: bool = False) -> None:
+    """Say where compiled programs are kept, unless the environment has, and fail where jax finds no device.
+
+    whole_mesh: also say what the run will use, and fail on a mesh that the machine cannot hold.
+    """
     import jax
 
-    from jaxrl_llm.data.cache import cache_folder
+    from jaxrl_llm.data.curation import cache_folder
+    from jaxrl_llm.parallel.sharding import make_mesh
 
     if config.compile_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = cache_folder() / "xla" if config.compile_cache == "auto" else Path(config.compile_cache)
         jax.config.update("jax_compilation_cache_dir", str(folder / f"jax-{jax.__version__}"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     try:
-        jax.devices()
+        device = jax.devices()[0].device_kind
     except Exception as error:  # an AssertionError where jax lacks the platform's plugin
         platform = os.environ.get("JAX_PLATFORMS")
         raise ValueError(f"JAX_PLATFORMS is {platform!r}; expected a platform of this machine, or cpu") from error
-
-
-def _devices(config: Config) -> None:
-    """Say what the run will use, and fail on a mesh that the machine cannot hold, before any work."""
-    use_devices(config)
-    import jax
-
-    from jaxrl_llm.parallel.sharding import make_mesh
-
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    shape = "×".join(map(str, mesh.devices.shape))
-    print(f"{jax.devices()[0].device_kind} × {mesh.size}, mesh {shape}, {config.model.n_params / 1e6:.2f} M parameters")
+    if whole_mesh:
+        mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        shape = "×".join(map(str, mesh.devices.shape))
+        print(f"{device} × {mesh.size}, mesh {shape}, {config.model.n_params / 1e6:.2f} M parameters")
 
 
 COMMANDS = {  # with two examples each
@@ -285,18 +275,18 @@ COMMANDS = {  # with two examples each
 
 def _command(words: list[str]) -> None:
     """Run what the command line says; the help of a command ends with its examples."""
+    functions = {name: fn for name, (fn, *_) in COMMANDS.items()}
     if words == ["--version"]:
         print(f"jaxrl_llm {__version__}")
     elif not words:
-        lines = [f"  {name:<11} {fn.__doc__.splitlines()[0]}" for name, (fn, *_) in COMMANDS.items()]
-        print("\n".join(["usage: jaxrl COMMAND …, jaxrl COMMAND --help", *lines]))
+        lines = [f"  {name:<11} {fn.__doc__.splitlines()[0]}" for name, fn in functions.items()]
+        print("usage: jaxrl COMMAND …, jaxrl COMMAND --help", *lines, sep="\n")
     else:
         try:
-            functions = {name: fn for name, (fn, *_) in COMMANDS.items()}
             tyro.extras.subcommand_cli_from_dict(functions, prog="jaxrl", description=__doc__)
         except SystemExit as stop:
             if not stop.code and words[0] in COMMANDS:
-                print("\n".join(["examples:", *(f"  jaxrl {words[0]} {e}" for e in COMMANDS[words[0]][1:])]))
+                print("examples:", *(f"  jaxrl {words[0]} {example}" for example in COMMANDS[words[0]][1:]), sep="\n")
             raise
 
 
@@ -311,7 +301,9 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except (ValueError, RuntimeError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
+        poll = select.poll()
+        poll.register(1, 0)  # that nobody reads stdout any more is always reported
+        if isinstance(error, BrokenPipeError) and poll.poll(0):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's own flush at the end would complain
             sys.exit(141)  # as a shell says of a program that SIGPIPE ended
         if "JAXRL_TRACEBACK" in os.environ:
@@ -320,12 +312,6 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:  # the second Ctrl-C; the first one is waited for
         sys.exit(130)
-
-
-def _stdout_has_no_reader() -> bool:
-    poll = select.poll()
-    poll.register(1, 0)  # errors are always reported
-    return bool(poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Lengths are in tokens, log-probs and entropies in nats, times in seconds.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -149,3 +150,9 @@ def expect(ok: Any, name: str, value: object, expected: str) -> None:
     """ValueError that names an argument, its value and what was expected, unless `ok`."""
     if not ok:
         raise ValueError(f"{name} is {value!r}; expected {expected}")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """For an error message: the known name that is meant, or all of them."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"

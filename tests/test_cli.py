@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import jaxrl_llm
 from jaxrl_llm import cli
 from jaxrl_llm import config as configs
-from jaxrl_llm.config import functions
+from jaxrl_llm.config import values
 from jaxrl_llm.objective import advantages
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.run import folder, trainer
@@ -160,7 +160,7 @@ def experiment(tmp_path):
 @pytest.fixture
 def module(experiment):
     """The experiment as the commands of this process will find it: its hooks can be set."""
-    return functions.load_module(experiment)
+    return values.load_module(experiment)
 
 
 def rows(run):
@@ -203,7 +203,8 @@ def test_train_leaves_its_files(run):
 def test_show_prints_json_that_makes_the_same_config(run):
     out, _ = run
     printed = succeeds("show", out.parent / "tiny.py", "--set", "seed=3")
-    assert configs.differences(json.loads(printed), json.loads((out / "config.json").read_text())) == []
+    written = json.loads((out / "config.json").read_text())
+    assert json.loads(printed) == {k: v for k, v in written.items() if k != "jaxrl_llm"}  # the version that wrote it
     assert configs.to_json(configs.from_json(json.loads(printed))) == json.loads(printed)
     assert succeeds("show", out / "config.json") == printed
     assert json.loads(succeeds("show", out / "config.json", "--set", "steps=9"))["steps"] == 9

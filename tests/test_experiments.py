@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl_llm import config
 from jaxrl_llm.config import Config, Evaluation, Stage
-from jaxrl_llm.config.functions import unbound
+from jaxrl_llm.config.values import unbound
 from jaxrl_llm.data import templates
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.run import sft, trainer

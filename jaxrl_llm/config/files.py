@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import __version__
-from jaxrl_llm.config import functions
-from jaxrl_llm.config.functions import nearest, unbound
-from jaxrl_llm.config.overrides import override
+from jaxrl_llm.config import values
 from jaxrl_llm.config.tree import Config
 from jaxrl_llm.config.validation import validate
+from jaxrl_llm.config.values import override, unbound
 from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm
+from jaxrl_llm.types import nearest
 
 
 def to_json(node: Any, path: str = "config", keyword: bool = False) -> Any:
@@ -30,14 +30,14 @@ def to_json(node: Any, path: str = "config", keyword: bool = False) -> Any:
     inner = lambda value, name: to_json(value, f"{path}.{name}", keyword)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         fields = {f.name: inner(getattr(node, f.name), f.name) for f in dataclasses.fields(node)}
-        return {"instance": functions.reference(type(node), path), "with": fields} if keyword else fields
+        return {"instance": values.reference(type(node), path), "with": fields} if keyword else fields
     if isinstance(node, tuple | list):
         return [inner(v, i) for i, v in enumerate(node)]
     if isinstance(node, Mapping) and all(isinstance(k, str) for k in node):
         return {k: inner(v, k) for k, v in node.items()}
     if callable(node):
         fn, bound = unbound(node)
-        reference, bound = functions.reference(fn, path), {k: to_json(v, f"{path}.{k}", True) for k, v in bound.items()}
+        reference, bound = values.reference(fn, path), {k: to_json(v, f"{path}.{k}", True) for k, v in bound.items()}
         return {"function": reference, "with": bound} if bound or keyword else reference
     if node is None or isinstance(node, bool | int | float | str):
         return node
@@ -67,41 +67,32 @@ def _fields(data: Any) -> Any:
 
 
 def _decode(hint: Any, data: Any, folder: Path | None) -> Any:
+    """hint: of the field; Any: a partial's keyword, as `to_json` wrote it. Lists are tuples."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, pytypes.UnionType):
-        options = [a for a in args if a is not type(None)]
-        return None if data is None else _decode(options[0], data, folder)
+        return None if data is None else _decode(next(a for a in args if a is not type(None)), data, folder)
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         if not isinstance(data, dict):
             raise ValueError(f"config: {data!r}; expected the fields of a {hint.__name__}")
-        unknown = [k for k in data if k not in hints]
-        if unknown:
-            raise ValueError(f"config: no field {unknown[0]!r} in {hint.__name__}; {nearest(unknown[0], list(hints))}")
+        for name in set(data) - set(hints):
+            raise ValueError(f"config: no field {name!r} in {hint.__name__}; {nearest(name, list(hints))}")
         try:
             return hint(**{k: _decode(hints[k], v, folder) for k, v in data.items()})
         except TypeError as error:  # a field without a default is missing
             raise ValueError(f"config: {error}") from error
-    if functions.is_function(hint):
-        return _plain(data, folder) if isinstance(data, dict) else functions.function(data, folder)
-    if origin is tuple:
-        return tuple(_decode(args[0], v, folder) for v in data)
-    return data
-
-
-def _plain(value: Any, folder: Path | None) -> Any:
-    """One of a partial's keywords, as `to_json` wrote it; lists are tuples."""
-    if isinstance(value, list):
-        return tuple(_plain(v, folder) for v in value)
-    if not isinstance(value, dict):
-        return value
-    if not {"function", "instance"} & set(value):
-        return {k: _plain(v, folder) for k, v in value.items()}
-    fn = functions.function(value["function"] if "function" in value else value["instance"], folder)
-    keywords = {k: _plain(v, folder) for k, v in value["with"].items()}
-    if "instance" in value:
-        return fn(**keywords)
-    return partial(fn, **keywords) if keywords else fn
+    if isinstance(data, list):
+        return tuple(_decode(args[0] if args else Any, v, folder) for v in data)
+    if values.is_function(hint) and isinstance(data, str):
+        return values.function(data, folder)
+    if not isinstance(data, dict) or origin is Mapping:
+        return data
+    kind = next((k for k in ("function", "instance") if k in data), None)
+    keywords = {k: _decode(Any, v, folder) for k, v in (data["with"] if kind else data).items()}
+    if kind is None:
+        return keywords
+    fn = values.function(data[kind], folder)
+    return fn(**keywords) if kind == "instance" else partial(fn, **keywords) if keywords else fn
 
 
 def named(algorithm: str) -> Algorithm:
@@ -128,7 +119,7 @@ def load(path: Path | str, assignments: tuple[str, ...] = (), algorithm: str | N
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(f"config {path}: {error}; expected the config.json of a run") from error
     else:
-        config = getattr(functions.load_module(path), "CONFIG", None)
+        config = getattr(values.load_module(path), "CONFIG", None)
         if not isinstance(config, Config):
             raise ValueError(f"experiment {path}: CONFIG is {config!r}; expected CONFIG = Config(…)")
         config = _located(config, path.resolve().parent)
@@ -142,7 +133,7 @@ def _located(config: Config, folder: Path) -> Config:
 
     def located(make: Any) -> Any:
         fn, keywords = unbound(make)
-        known = {n: h for n, h in functions.hints(fn).items() if isinstance(keywords.get(n), str | Path)}
+        known = {n: h for n, h in values.hints(fn).items() if isinstance(keywords.get(n), str | Path)}
         paths = [n for n, h in known.items() if Path in (h, *typing.get_args(h))]
         found = {n: str(folder / keywords[n]) for n in paths if (folder / keywords[n]).exists()}
         return partial(fn, **keywords | found) if found else make

@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 import typing
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from jaxrl_llm.config import functions
-from jaxrl_llm.config.dry_run import dry_run, one_answer_suffices
-from jaxrl_llm.config.functions import unbound
-from jaxrl_llm.config.overrides import coerce
 from jaxrl_llm.config.tree import Checkpoint, Config, Evaluation, Mesh, Prime, Rollout, Stage
+from jaxrl_llm.config.values import coerce, hints, is_function, unbound
 from jaxrl_llm.data import curation
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.shape import ModelConfig, RopeScaling
-from jaxrl_llm.objective.algorithms import Algorithm, Critic, PromptChoice, Shaping, Updates, wants
+from jaxrl_llm.objective.algorithms import Algorithm, Critic, PromptChoice, Shaping, Updates, call, wants
 from jaxrl_llm.types import EOS, Optimizer, Prompt, Task, expect
 
 # What the numbers of a node may be; None is left to its type.
@@ -42,32 +43,34 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
     ("a number in (0, 1]", lambda x: 0 < x <= 1, {Rollout: "top_p", PromptChoice: "retire_above"}),
     ("a number in [0, 1]", lambda x: 0 <= x <= 1, {Critic: "gamma lam"}),
     ("a number in [0, 1)", lambda x: 0 <= x < 1, {Optimizer: "b1 b2"}),
+    ("an even number", lambda x: x % 2 == 0, {ModelConfig: "head_width"}),
+    ("less than 2^31", lambda x: x < 2**31, {Config: "seed"}),
 )  # fmt: skip
+
+# Of the arrays that functions are tried on: the axes all have different sizes.
+SIZES = {"P": 2, "G": 3, "B": 6, "T": 5}
+KINDS = {"float": jnp.floating, "bool": jnp.bool_, "number": np.generic}
+NEEDS_VALUES = (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)
 
 
 def validate(config: Config) -> Config:
     """The same config. Raises ValueError that names the field, its value and what was expected."""
     r, a, m = config.rollout, config.algorithm, config.mesh
     _types(config, "")
-    expect(config.seed < 2**31, "seed", config.seed, "less than 2^31")
-    chosen = "top_p" if r.top_p < 1 else "top_k"
-    expected = "no filter, or rollout.allow_filtered=True: the sampler-learner gap would measure the filter"
-    expect(r.allow_filtered or (r.top_k, r.top_p) == (0, 1), f"rollout.{chosen}", getattr(r, chosen), expected)
-    ways, parts = m.data * m.fsdp, a.updates_per_batch * config.micro_batches
-    expected = "a multiple of mesh.data × mesh.fsdp × algorithm.updates_per_batch × micro_batches = "
-    expected += f"{m.data} × {m.fsdp} × {a.updates_per_batch} × {config.micro_batches}"
+    ways, micro = m.data * m.fsdp, config.micro_batches
+    whole = ways * a.updates_per_batch * micro
     left, over = divmod(r.prompts, ways * a.updates_per_batch)  # prompts of an update on a device, if it comes out even
-    many = f"rollout.prompts={math.ceil(r.prompts / (ways * parts)) * ways * parts}"
-    remedy = many if over else f"micro_batches={math.gcd(left, config.micro_batches)}"
-    expect(r.prompts % (ways * parts) == 0, "rollout.prompts", r.prompts, f"{expected} (--set {remedy})")
-    expect(r.slots % ways == 0, "rollout.slots", r.slots, f"a multiple of mesh.data × mesh.fsdp = {ways}")
+    many = f"rollout.prompts={math.ceil(r.prompts / whole) * whole}"
+    expected = "a multiple of mesh.data × mesh.fsdp × algorithm.updates_per_batch × micro_batches = "
+    expected += f"{m.data} × {m.fsdp} × {a.updates_per_batch} × {micro} "
+    expected += f"(--set {many if over else f'micro_batches={math.gcd(left, micro)}'})"
+    expect(r.prompts % whole == 0, "rollout.prompts", r.prompts, expected)
     _validate_sampler(r, ways)
-    _validate_algorithm(a, config, ways)
+    _validate_algorithm(a, r, ways, micro)
     _validate_model(config.model)
-    if config.prime is not None:
-        _validate_prime(config.prime, ways * config.micro_batches)
-    for name, make in (("task", config.task), ("tokenizer", config.tokenizer)):
-        _validate_call(make, name)
+    _validate_prime(config.prime, ways * micro)
+    _validate_call(config.task, "task")
+    _validate_call(config.tokenizer, "tokenizer")
     return config
 
 
@@ -83,13 +86,16 @@ def made(config: Config) -> tuple[Tokenizer, Task]:
 
 def _validate_model(m: ModelConfig) -> None:
     expect(m.heads % m.kv_heads == 0, "model.heads", m.heads, f"a multiple of model.kv_heads = {m.kv_heads}")
-    expect(m.head_width % 2 == 0, "model.head_width", m.head_width, "an even number")
     if m.rope_scaling is not None:
         low, high = m.rope_scaling.low_freq_factor, m.rope_scaling.high_freq_factor
         expect(low < high, "model.rope_scaling.low_freq_factor", low, f"less than high_freq_factor = {high}")
 
 
 def _validate_sampler(r: Rollout, ways: int) -> None:
+    chosen = "top_p" if r.top_p < 1 else "top_k"
+    expected = "no filter, or rollout.allow_filtered=True: the sampler-learner gap would measure the filter"
+    expect(r.allow_filtered or (r.top_k, r.top_p) == (0, 1), f"rollout.{chosen}", getattr(r, chosen), expected)
+    expect(r.slots % ways == 0, "rollout.slots", r.slots, f"a multiple of mesh.data × mesh.fsdp = {ways}")
     expected = f"0, or room for a group on each of the mesh's {ways} shards: at least {ways * r.group_size}"
     expect(ways == 1 or r.slots == 0 or r.slots >= ways * r.group_size, "rollout.slots", r.slots, expected)
     exact = r.mode == "sync" and not r.servers and not r.budget
@@ -106,12 +112,11 @@ def _validate_sampler(r: Rollout, ways: int) -> None:
         expect(host and port.isdecimal(), f"rollout.servers.{i}", server, "host:port")
 
 
-def _validate_algorithm(a: Algorithm, config: Config, ways: int) -> None:
-    r = config.rollout
+def _validate_algorithm(a: Algorithm, r: Rollout, ways: int, micro_batches: int) -> None:
     if r.group_size == 1:
         expect(a.group_filter is None, "rollout.group_size", 1, "at least 2 for algorithm.group_filter")
         expected = f"at least 2 for {unbound(a.advantage)[0].__name__}: the advantage of one answer alone is 0"
-        expect(one_answer_suffices(a), "rollout.group_size", 1, expected)
+        expect(_one_answer_suffices(a), "rollout.group_size", 1, expected)
     resample, template = a.prompts.resample, a.prompts.template
     expect(resample or a.group_filter, "algorithm.prompts.resample", resample, "True without algorithm.group_filter")
     expected = "None if algorithm.prompts.prioritized: one order of prompts"
@@ -121,51 +126,157 @@ def _validate_algorithm(a: Algorithm, config: Config, ways: int) -> None:
         expected = "one that sets meta['n_gold'], for algorithm.shaping.reward"
         expect("n_gold" in template(Prompt(0, "?")).meta, "algorithm.prompts.template", template, expected)
     if a.critic is not None:
-        of_a_device, parts = r.prompts // (ways * config.micro_batches), a.critic.mini_batches
+        of_a_device, parts = r.prompts // (ways * micro_batches), a.critic.mini_batches
         expected = "a divisor of rollout.prompts / (mesh.data × mesh.fsdp × micro_batches) = "
         expected += f"{of_a_device} (--set algorithm.critic.mini_batches={math.gcd(of_a_device, parts)})"
         expect(of_a_device % parts == 0, "algorithm.critic.mini_batches", parts, expected)
-    dry_run(a, r.max_response_tokens)
+    _validate_functions(a, r.max_response_tokens)
 
 
-def _validate_prime(prime: Prime, ways: int) -> None:
-    expect(len(prime.stages) > 0, "prime.stages", prime.stages, "at least one Stage(…)")
+def _validate_functions(a: Algorithm, max_len: int) -> None:
+    """Raises ValueError, with field and function, for one that raises or returns another dtype or shape than is due.
+
+    max_len: the most tokens of a response.
+    """
+    plain = {"max_len": max_len, "text": "", "n_prompts": 7, "beta": 0.0}
+    names = ("logp", "old_logp", "sampler_logp", "adv", "values", "kl", "entropy", "log_router_ratio")
+    tokens = plain | dict.fromkeys(names, _array("B T")) | dict.fromkeys(("mask", "selected"), _array("B T", bool))
+    tokens |= {"rewards": _array("B" if a.critic is None else "B T"), "key": jax.eval_shape(lambda: jax.random.key(0))}
+    rows = plain | {"rewards": _array("B"), "correct": _array("B", bool), "n_gold": _array("B")}
+    rows |= {"n_tokens": _array("B", np.int32)}
+    memory = None if a.memory is None else _called(a.memory, "memory", rows)
+    groups = plain | {"rewards": _array("P G"), "correct": _array("P G", bool), "state": memory}
+    groups |= dict.fromkeys(("n_tokens", "lengths"), _array("P G", np.int32))
+    groups |= {"mask": _array("P G T", bool), "prompt_ids": _array("P", np.int32), "kept": _array("P", bool)}
+    for names, given, expected in (
+        ("loss correction token_advantage", tokens, "float [B T]"),
+        ("updates.select updates.token_filter", tokens, "bool [B T]"),
+        ("updates.phases", tokens, "a tuple of bool [B T]"),
+        ("advantage", groups, "float [P G] or [P G T]"),
+        ("shaping.length_reward", groups, "number [P G]"),
+        ("shaping.reward", rows, "number [B]"),
+        ("shaping.format_reward", rows, "number []"),
+        ("group_filter", groups, "bool [P]"),
+    ):
+        for name in names.split():
+            _check(a, name, given, expected)
+
+
+def _check(a: Algorithm, name: str, given: dict[str, Any], expected: str) -> None:
+    fn = attrgetter(name)(a)
+    if fn is None:
+        return
+    out = _called(fn, name, given)
+    checked = (out,)
+    if name == "updates.phases":
+        checked = out if isinstance(out, tuple | list) else ()
+    elif name == "advantage" and a.memory is not None:
+        state = _shown(given["state"])
+        expected += f" and the state as {state}"
+        checked = out[:1] if isinstance(out, tuple) and len(out) == 2 and _shown(out[1]) == state else ()
+    elif name == "token_advantage" and isinstance(out, tuple):
+        checked = out[:1]  # the second are returns
+    if not checked or not all(_is(x, expected) for x in checked):
+        sizes = ", ".join(f"{axis} = {n}" for axis, n in SIZES.items())
+        raise ValueError(f"algorithm.{name}: {_name(fn)} returns {_shown(out)}; expected {expected}, here {sizes}")
+
+
+def _one_answer_suffices(a: Algorithm) -> bool:
+    """Whether an answer alone in its group can have an advantage: of a right and a wrong one, each drawn twice, any."""
+    given = {"lengths": np.full((2, 1), 3), "mask": np.ones((2, 1, 3), bool), "prompt_ids": np.arange(2)}
+    given |= {"kept": np.ones(2, bool), "state": a.memory and call(a.memory, {"n_prompts": 2})}
+    for rewards in np.array([[[1.0], [0.0]], [[0.0], [1.0]]], np.float32):
+        try:
+            adv = call(a.advantage, given | {"rewards": rewards})
+        except ValueError:
+            return False
+        if a.memory is not None:
+            adv, given["state"] = adv
+        if np.any(np.nan_to_num(adv)):
+            return True
+    return False
+
+
+def _array(axes: str, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct([SIZES[axis] for axis in axes.split()], dtype)
+
+
+def _is(x: Any, expected: str) -> bool:
+    """Whether x has the kind, and one of the shapes in brackets, that the text names."""
+    shapes = [tuple(SIZES[axis] for axis in axes.split()) for axes in re.findall(r"\[([A-Z ]*)\]", expected)]
+    kind = next(kind for name, kind in KINDS.items() if name in expected)
+    return hasattr(x, "dtype") and x.shape in shapes and jnp.issubdtype(x.dtype, kind)
+
+
+def _shown(out: Any) -> str:
+    if hasattr(out, "dtype"):
+        return f"{out.dtype}[{','.join(map(str, out.shape))}]"
+    return str(jax.tree.map(_shown, out)).replace("'", "")
+
+
+def _name(fn: Callable) -> str:
+    return getattr(unbound(fn)[0], "__name__", repr(fn))
+
+
+def _called(fn: Callable, name: str, given: dict[str, Any]) -> Any:
+    """The shapes of what fn returns. It is traced; one that runs outside of jit may need arrays' values: zeros."""
+    arrays = {k: v for k, v in given.items() if not isinstance(v, int | float | str)}
+    try:
+        if name != "group_filter":
+            try:
+                return jax.eval_shape(lambda arrays: call(fn, given | arrays), arrays)
+            except NEEDS_VALUES as error:
+                if not name.startswith("shaping."):
+                    why = "needs the values of arrays; expected jax.numpy and no `if` on an array, as it is compiled"
+                    raise ValueError(why) from error
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), arrays)
+        return jax.eval_shape(lambda: np.asarray(call(fn, given | zeros)))
+    except Exception as error:  # whatever a function of an experiment may raise
+        text = str(error).partition("\n")[0]
+        text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+        keyword, names_it, _ = text.partition(" is ")
+        if names_it and keyword in inspect.signature(fn).parameters:
+            raise ValueError(f"algorithm.{name}.{text} ({_name(fn)})") from error
+        raise ValueError(f"algorithm.{name}: {_name(fn)}: {text}") from error
+
+
+def _validate_prime(prime: Prime | None, parts: int) -> None:
+    """parts: data × fsdp × micro_batches, into which a batch of traces is divided."""
+    if prime is None:
+        return
+    expect(prime.stages, "prime.stages", prime.stages, "at least one Stage(…)")
     for i, stage in enumerate(prime.stages):
         weights = list(stage.mixture.values())
         sound = min(weights, default=-1) >= 0 and sum(weights) > 0
         expect(sound, f"prime.stages.{i}.mixture", stage.mixture, "behaviours with weights, none below 0, not all 0")
-    n = prime.traces_per_batch
-    divides = f"a positive multiple of mesh.data × mesh.fsdp × micro_batches = {ways}"
-    expect(n > 0 and n % ways == 0, "prime.traces_per_batch", n, divides)
+    n, expected = prime.traces_per_batch, f"a positive multiple of mesh.data × mesh.fsdp × micro_batches = {parts}"
+    expect(n > 0 and n % parts == 0, "prime.traces_per_batch", n, expected)
     if prime.task is not None:
         _validate_call(prime.task, "prime.task")
 
 
 def _validate_call(make: Callable, name: str, *arguments: Any) -> None:
-    """`make(*arguments)` gets all that it needs, and nothing that it does not know; a function that it takes is one,
-    of as many arguments as its annotation says.
-    """
-    inner = make if isinstance(make, partial) else partial(make)
-    fn = inner.func
+    """`make` can be called with the arguments; a function that it has bound, with as many as its annotation says."""
+    bound = make if isinstance(make, partial) else partial(make)
+    fn = bound.func
     try:
-        inspect.signature(fn).bind(*inner.args, *arguments, **inner.keywords)
+        inspect.signature(fn).bind(*bound.args, *arguments, **bound.keywords)
     except TypeError as error:
         raise ValueError(f"{name}: {getattr(fn, '__name__', fn)}: {error}") from error
-    known = functions.hints(fn)
-    for keyword, value in unbound(inner)[1].items():
-        hint = known.get(keyword)
-        if functions.is_function(hint):
+    for keyword, value in unbound(bound)[1].items():
+        hint = hints(fn).get(keyword)
+        if is_function(hint):
             coerce(hint, value, f"{name}.{keyword}")
-            given = typing.get_args(hint)[:1]
-            if given and isinstance(given[0], list):
-                _validate_call(value, f"{name}.{keyword}", *given[0])
+            taken = next(iter(typing.get_args(hint)), None)
+            if isinstance(taken, list):
+                _validate_call(value, f"{name}.{keyword}", *taken)
 
 
 def _types(node: Any, path: str) -> None:
-    hints = typing.get_type_hints(type(node))
+    known = typing.get_type_hints(type(node))
     for f in dataclasses.fields(node):
         value, where = getattr(node, f.name), f"{path}{f.name}"
-        coerce(hints[f.name], value, where)
+        coerce(known[f.name], value, where)
         expect(not isinstance(value, list), where, value, "a tuple")  # --set takes a list for it: it makes a tuple
         for expected, holds, numbers in RULES:
             if value is not None and f.name in numbers.get(type(node), "").split():

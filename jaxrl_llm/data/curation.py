@@ -10,17 +10,22 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from jaxrl_llm.data import templates
-from jaxrl_llm.data.cache import cache_folder
 from jaxrl_llm.data.tasks import Problems
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.types import Prompt, Task, expect
 
 MANY, SAMPLE = 10_000, 256  # of more problems than that, made by program, a sample is looked at
 CACHED_FROM = 1000  # prompts, from which on what was found is kept on disk
+
+
+def cache_folder() -> Path:
+    """Where the project keeps on disk what is costly to find out again: $JAXRL_CACHE, or ~/.cache/jaxrl_llm."""
+    return Path(os.environ.get("JAXRL_CACHE") or Path.home() / ".cache" / "jaxrl_llm")
 
 
 def open_task(make: Callable[[], Task], template: Callable[[Prompt], Prompt], field: str = "task") -> Task:
@@ -31,14 +36,10 @@ def open_task(make: Callable[[], Task], template: Callable[[Prompt], Prompt], fi
     for name, side in (("train", task.train), ("test", task.test)):
         sound = hasattr(side, "__getitem__") and len(side) and isinstance(side[0], Prompt)
         expect(sound, f"{field}().{name}", type(side).__name__, "a sequence of at least one types.Prompt")
-    if template is templates.none:
-        return task
-    return templates.applied(task, lambda prompt: replace(template(prompt), question=prompt.text))
+    return templates.applied(task, template)
 
 
-def fitting(
-    task: Task, tokenizer: Tokenizer, limit: int, long_prompts: str
-) -> tuple[Task, Callable[[Prompt], bool] | None]:
+def fitting(task: Task, tokenizer: Tokenizer, limit: int, long_prompts: str) -> tuple[Task, Callable | None]:
     """The task without prompts of more than `limit` tokens, and what tells whether a training prompt may be used.
 
     Every prompt of both sides is encoded now (the finding is cached). One that is too long is an error with
@@ -82,12 +83,12 @@ def _too_long(prompts: Sequence[Prompt], tokenizer: Tokenizer, limit: int) -> di
     """Index → tokens of the prompts of more than `limit` tokens."""
     hf, file, found = tokenizer.hf, None, {}
     if len(prompts) > CACHED_FROM:
-        definition = hf.backend_tokenizer.to_str() if hf.is_fast else repr(sorted(hf.get_vocab().items()))
-        key = hashlib.blake2b(f"{limit} {definition}".encode(), digest_size=16)
+        definition = hf.backend_tokenizer.to_str() if hf.is_fast else sorted(hf.get_vocab().items())
+        key = hashlib.blake2b(repr((limit, definition)).encode(), digest_size=16)
         for p in prompts:
             key.update(repr((p.text, p.question)).encode())
         file = cache_folder() / "prompts" / f"{key.hexdigest()}.json"
-        with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or damaged
+        with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or only half written
             return dict(json.loads(file.read_text()))
     for index, p in enumerate(prompts):
         try:
@@ -100,7 +101,5 @@ def _too_long(prompts: Sequence[Prompt], tokenizer: Tokenizer, limit: int) -> di
     if file is not None:
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
             file.parent.mkdir(parents=True, exist_ok=True)
-            whole = file.with_suffix(f".{os.getpid()}")
-            whole.write_text(json.dumps(list(found.items())))
-            whole.replace(file)
+            file.write_text(json.dumps(list(found.items())))
     return found

@@ -31,11 +31,10 @@ def read_jsonl(path: Path | str) -> tuple[Prompt, ...]:
         for name in ("prompt", "answer"):
             if not isinstance(row, dict) or name not in row:
                 raise ValueError(f"{path}:{number}: no field {name!r}; expected prompt and answer")
-        text = row["prompt"]
+        text, answer = row.pop("prompt"), row.pop("answer")
         sound = isinstance(text, str) and text and not re.search("[\ud800-\udfff]", text)
         expect(sound, f"{path}:{number}: prompt", text, "text")
-        meta = {k: v for k, v in row.items() if k not in ("prompt", "answer")}
-        prompts.append(Prompt(len(prompts), text, row["answer"], meta))
+        prompts.append(Prompt(len(prompts), text, answer, row))
     return tuple(prompts)
 
 
@@ -53,20 +52,18 @@ def jsonl(
         inspect.signature(reward).bind(None, "")
     except TypeError as error:
         raise ValueError(f"dataset {path}: reward {reward!r}: {error}; expected (prompt, response)") from error
-    problems = read_jsonl(path)
+    train, why = read_jsonl(path), ""
     if test is None:
-        share = isinstance(held_out, (int, float)) and 0 <= held_out <= 1
+        share = isinstance(held_out, int | float) and 0 <= held_out <= 1
         expect(share, f"dataset {path}: held_out", held_out, "a number from 0 to 1")
-        tested = tuple(p for p in problems if _share(p.text) < held_out)
-        problems = tuple(p for p in problems if _share(p.text) >= held_out)
+        tested = tuple(p for p in train if _share(p.text) < held_out)
+        train, why = tuple(p for p in train if _share(p.text) >= held_out), f" (held_out={held_out})"
     else:
         tested = read_jsonl(test)
-    for name, side, file in (("train", problems, path), ("test", tested, test or path)):
+    for name, side, of in (("train", train, path), ("test", tested, test or path)):
         if not side:
-            raise ValueError(
-                f"dataset {file}: no {name} problems; expected at least 1" + f" (held_out={held_out})" * (not test)
-            )
-    return Task(problems, tested, partial(_reward, reward))
+            raise ValueError(f"dataset {of}: no {name} problems; expected at least 1{why}")
+    return Task(train, tested, partial(_reward, reward))
 
 
 def _share(text: str) -> float:

@@ -5,14 +5,18 @@ A program is a sequence of steps (i, op, j); i and j index the given numbers fol
 
 from __future__ import annotations
 
+import ast
+import itertools
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 Steps = Sequence[tuple[int, str, int]]
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
+EXACT = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
-MAX_LENGTH, MAX_DEPTH = 100, 16  # characters, brackets: bounds the size of the numbers and of the Python stack
+MAX_LENGTH, MAX_DEPTH = 100, 16  # characters, brackets: bounds the size of the numbers and of the tree
 
 
 def run_steps(numbers: Sequence[int], steps: Steps, slips: Mapping[int, int] | None = None) -> list[int]:
@@ -41,7 +45,7 @@ def expression(numbers: Sequence[int], steps: Steps) -> str:
 def parse_value(text: str) -> tuple[Fraction, tuple[int, ...]] | None:
     """The exact value of an arithmetic expression and the whole numbers in it, as written; None if it has none.
 
-    A recursive-descent parser over fractions; nothing is ever run as code.
+    Python parses it into a tree, which is evaluated over fractions; nothing is ever run as code.
 
         expression = term {("+" | "-") term}     term = factor {("*" | "/") factor}
         factor = number | "(" expression ")"     number = "0" | ASCII digits that begin with 1 to 9
@@ -49,47 +53,20 @@ def parse_value(text: str) -> tuple[Fraction, tuple[int, ...]] | None:
     Spaces may stand between these. Anything else gives None: signs before a number, division by zero, other
     characters (unicode digits too), more than MAX_LENGTH characters or MAX_DEPTH nested brackets.
     """
-    if len(text) > MAX_LENGTH:
+    depths = itertools.accumulate((char == "(") - (char == ")") for char in text)
+    if len(text) > MAX_LENGTH or max(depths, default=0) > MAX_DEPTH or re.search(r"[^-+*/() 0-9]|\b0[0-9]", text):
         return None
     try:
-        value, end, numbers = _expression(text, 0, 0)
-    except (ValueError, ZeroDivisionError):
+        value = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError):
         return None
-    return (value, numbers) if end == len(text) else None
+    return value, tuple(map(int, re.findall("[0-9]+", text)))
 
 
-def _skip(text: str, at: int) -> int:
-    while text[at : at + 1] == " ":
-        at += 1
-    return at
-
-
-def _expression(text: str, at: int, depth: int) -> tuple[Fraction, int, tuple[int, ...]]:
-    value, at, numbers = _term(text, at, depth)
-    while (sign := text[at : at + 1]) in ("+", "-"):
-        other, at, further = _term(text, at + 1, depth)
-        value, numbers = value + other if sign == "+" else value - other, numbers + further
-    return value, at, numbers
-
-
-def _term(text: str, at: int, depth: int) -> tuple[Fraction, int, tuple[int, ...]]:
-    value, at, numbers = _factor(text, at, depth)
-    while (sign := text[at : at + 1]) in ("*", "/"):
-        other, at, further = _factor(text, at + 1, depth)
-        value, numbers = value * other if sign == "*" else value / other, numbers + further
-    return value, at, numbers
-
-
-def _factor(text: str, at: int, depth: int) -> tuple[Fraction, int, tuple[int, ...]]:
-    at = _skip(text, at)
-    if text[at : at + 1] == "(" and depth < MAX_DEPTH:
-        value, at, numbers = _expression(text, at + 1, depth + 1)
-        if text[at : at + 1] != ")":
-            raise ValueError(text)
-        return value, _skip(text, at + 1), numbers
-    end = at
-    while "0" <= text[end : end + 1] <= "9":
-        end += 1
-    if end == at or (text[at] == "0" and end - at > 1):
-        raise ValueError(text)
-    return Fraction(int(text[at:end])), _skip(text, end), (int(text[at:end]),)
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value):
+            return Fraction(value)
+        case ast.BinOp(left, op, right) if type(op) in EXACT:
+            return EXACT[type(op)](_value(left), _value(right))
+    raise ValueError(ast.dump(node))  # a sign, a power, a call

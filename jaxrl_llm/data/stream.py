@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -13,7 +13,6 @@ import numpy as np
 from jaxrl_llm.types import Prompt
 
 SuccessCounts = Mapping[int, tuple[int, int]]  # index in Task.train → answers so far, correct ones among them
-NONE_YET: SuccessCounts = MappingProxyType({})
 
 LEAST_WEIGHT = 1e-3  # of a prompt that is always solved: it still comes now and then, in case the policy unlearns it
 SMALL_POOL = 256  # prompts
@@ -54,16 +53,16 @@ class Stream:
         return tuple(self.problems[i] for i in indices.tolist()), draws, indices
 
     def next(
-        self, draw: int, step: int = 0, counts: SuccessCounts = NONE_YET, in_batch: Set[int] = frozenset()
+        self, draw: int, step: int = 0, counts: SuccessCounts = MappingProxyType({}), in_batch: Set[int] = frozenset()
     ) -> tuple[int, int]:
         """Draw number (`draw` or a later one) and index of the next prompt, for a batch that has those `in_batch`.
 
         RuntimeError, with the success rates, when no prompt is left at all.
         """
         for passed_over in (in_batch, frozenset()):
-            found = self._find(draw, step, partial(self._weight, counts, passed_over))
-            if found is not None:
-                return found
+            for found, index in self._candidates(draw, step, partial(self._weight, counts, passed_over)):
+                if self.usable is None or self.usable(self.problems[index]):
+                    return found, index
         rates = np.array([success_rate(counts, index) for index in counts] or [0.0])
         retired = 0 if self.retire_above is None else (rates >= self.retire_above).sum()
         raise RuntimeError(
@@ -79,42 +78,36 @@ class Stream:
             return 0.0
         return max(LEAST_WEIGHT, 1 - rate) if self.prioritized else 1.0
 
-    def _usable(self, index: int) -> bool:
-        return self.usable is None or self.usable(self.problems[index])
-
-    def _find(self, draw: int, step: int, weight: Callable[[int], float]) -> tuple[int, int] | None:
+    def _candidates(self, draw: int, step: int, weight: Callable[[int], float]) -> Iterator[tuple[int, int]]:
+        """Draws and indices of the prompts that have a weight, in the order in which they are to be tried."""
         size = len(self.problems)
         if not self.prioritized and self.difficulty is None:
             epoch = ((d, self._shuffled(d)) for d in range(draw, draw + 2 * size))  # a whole one lies in there
-            return next(((d, index) for d, index in epoch if weight(index) and self._usable(index)), None)
+            yield from ((d, index) for d, index in epoch if weight(index))
+            return
         order = range(size) if self.prioritized else self._by_difficulty
         width = 2 * size if self.prioritized else size / self.total_steps
-        centre = size * (min(step, self.total_steps - 1) + 0.5) / self.total_steps
-        while True:
+        centre, pool = size * (min(step, self.total_steps - 1) + 0.5) / self.total_steps, ()
+        while len(pool) < size:
             first = min(size - 1, max(0, round(centre - width / 2)))
-            last = max(first + 1, min(size, round(centre + width / 2)))
-            index = self._sample(draw, order[first:last], weight)
-            if index is not None or last - first == size:
-                return None if index is None else (draw, index)
+            pool = order[first : max(first + 1, min(size, round(centre + width / 2)))]
+            yield from ((draw, int(index)) for index in self._sampled(draw, pool, weight))
             width *= 2
 
-    def _sample(self, draw: int, pool: Sequence[int], weight: Callable[[int], float]) -> int | None:
-        """A usable one of the pool, with probability ∝ weight. None if there is none.
-
-        From a large pool by rejection, at a cost that does not grow with it; else with all the weights written out.
+    def _sampled(self, draw: int, pool: Sequence[int], weight: Callable[[int], float]) -> Iterator[int]:
+        """Prompts of the pool, with probability ∝ weight: from a large one by rejection, at a cost that does not grow
+        with it, else with all the weights written out, each once.
         """
         rng = np.random.default_rng([self.seed, draw])
         for _ in range(10_000 if len(pool) > SMALL_POOL else 0):
-            index = int(pool[rng.integers(len(pool))])
-            if rng.random() < weight(index) and self._usable(index):
-                return index
+            index = pool[rng.integers(len(pool))]
+            if rng.random() < weight(int(index)):
+                yield index
         weights = np.array([weight(int(index)) for index in pool])
         while weights.any():
             k = rng.choice(len(pool), p=weights / weights.sum())
-            if self._usable(int(pool[k])):
-                return int(pool[k])
+            yield pool[k]
             weights[k] = 0.0
-        return None
 
     @cached_property
     def _by_difficulty(self) -> np.ndarray:

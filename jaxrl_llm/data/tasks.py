@@ -13,7 +13,6 @@ Behaviours of `Task.trace`, in every task:
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import operator
@@ -25,9 +24,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.expressions import OPERATIONS, Steps, expression, parse_value, run_steps, written
-from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, Reward, Task
+from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, Reward, Task, expect, nearest
 
 BEHAVIOURS = ("clean", "wrong_step", "no_reasoning", "recheck")
+MARKS = {"recheck": "?"}  # what a behaviour leaves in a text
+Span = Sequence[int]  # (least, most)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TEST_ONE_IN = 8  # the share of the content space that is held out
 TEST_IDS = 2**30  # id of test problem 0; train ids lie below, and all fit in an int32
@@ -57,11 +58,10 @@ class Problems(Sequence):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(self.size)))
-        index = operator.index(index)
+            return tuple(self[i] for i in range(self.size)[index])
         if not -self.size <= index < self.size:
             raise IndexError(f"index {index} of {self.size} problems")
-        index %= self.size
+        index = operator.index(index) % self.size
         rng = np.random.default_rng([self.seed, self.test, index])
         for _ in range(MAX_DRAWS):
             prompt = self.draw(rng)
@@ -76,49 +76,43 @@ def final_answer(text: str) -> str | None:
     return text.rpartition("#")[2].strip() or None if "#" in text else None
 
 
-def _equal(prompt: Prompt, parsed: str) -> bool:
-    return parsed == prompt.answer
-
-
-def _reward(check: Callable, marks: tuple[tuple[str, str], ...], prompt: Prompt, text: str, finish: str) -> Reward:
+def _reward(check: Callable | None, marks: dict[str, str], prompt: Prompt, text: str, finish: str) -> Reward:
     """1 for a response that ended by itself and whose whole final answer passes `check`, else 0; counts `marks`."""
-    if finish not in (EOS, STOP, LENGTH, CANCELLED):
-        raise ValueError(f"finish is {finish!r}; expected one of {(EOS, STOP, LENGTH, CANCELLED)}")
+    finishes = (EOS, STOP, LENGTH, CANCELLED)
+    expect(finish in finishes, "finish", finish, f"one of {finishes}")
     parsed = final_answer(text)
-    correct = finish in (EOS, STOP) and parsed is not None and check(prompt, parsed)
-    return Reward(float(correct), correct, parsed, {name: float(text.count(mark)) for name, mark in marks})
+    right = parsed == prompt.answer if check is None else parsed is not None and check(prompt, parsed)
+    correct = right and finish in (EOS, STOP)
+    return Reward(float(correct), correct, parsed, {name: float(text.count(mark)) for name, mark in marks.items()})
 
 
 def _trace(write: Callable, behaviours: tuple[str, ...], prompt: Prompt, behaviour: str, seed: int) -> str:
-    if behaviour not in behaviours:
-        near = difflib.get_close_matches(str(behaviour), behaviours, n=1, cutoff=0.0)[0]
-        raise ValueError(f"behaviour is {behaviour!r}; expected one of {behaviours}; did you mean {near!r}?")
+    expected = f"one of {behaviours}; {nearest(str(behaviour), behaviours)}"
+    expect(behaviour in behaviours, "behaviour", behaviour, expected)
     digest = hashlib.blake2b(f"{seed}\n{behaviour}\n{prompt.text}".encode(), digest_size=16).digest()
     return write(prompt, behaviour, np.random.default_rng(int.from_bytes(digest, "big")))
 
 
-def _task(draw, write, seed, n_train, n_test, check=_equal, marks=(), extra=()) -> Task:
+def _task(draw, write, seed, n_train, n_test, check=None, marks=MARKS) -> Task:
+    """check: whether a final answer is right; None: it has to be the prompt's own."""
     _whole("seed", seed, 0, 2**63)
-    sides = [
-        Problems(draw, seed, test, _whole(name, size, 1, TEST_IDS))
-        for name, test, size in (("n_train", False, n_train), ("n_test", True, n_test))
-    ]
-    sides[0][0], sides[1][0]  # an empty side of the split fails here, not in the middle of a run
-    behaviours = BEHAVIOURS + extra
-    reward = partial(_reward, check, (("recheck", "?"), *marks))
-    return Task(*sides, reward, partial(_trace, write, behaviours), behaviours)
+    train = Problems(draw, seed, False, _whole("n_train", n_train, 1, TEST_IDS))
+    test = Problems(draw, seed, True, _whole("n_test", n_test, 1, TEST_IDS))
+    train[0], test[0]  # an empty side of the split fails here, not in the middle of a run
+    behaviours = tuple(dict.fromkeys((*BEHAVIOURS, *marks)))
+    return Task(train, test, partial(_reward, check, marks), partial(_trace, write, behaviours), behaviours)
 
 
 def _whole(field: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
-        raise ValueError(f"{field} is {value!r}; expected a whole number from {low} to {high}")
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    expect(whole and low <= value <= high, field, value, f"a whole number from {low} to {high}")
     return int(value)
 
 
 def _span(field: str, value: Any, low: int, high: int) -> tuple[int, int]:
-    whole = isinstance(value, (tuple, list)) and all(type(v) is int for v in value)
-    if not whole or len(value) != 2 or not low <= value[0] <= value[1] <= high:
-        raise ValueError(f"{field} is {value!r}; expected (least, most), {low} <= least <= most <= {high}")
+    pair = isinstance(value, tuple | list) and [type(v) for v in value] == [int, int]
+    expected = f"(least, most), {low} <= least <= most <= {high}"
+    expect(pair and low <= value[0] <= value[1] <= high, field, value, expected)
     return tuple(value)
 
 
@@ -127,9 +121,7 @@ def _pick(rng: np.random.Generator, span: tuple[int, int]) -> int:
     return int(rng.integers(span[0], span[1] + 1))
 
 
-def chain(
-    modulus: int = 5, terms: Sequence[int] = (3, 7), seed: int = 0, n_train: int = 1_000_000, n_test: int = 1000
-) -> Task:
+def chain(modulus: int = 5, terms: Span = (3, 7), seed: int = 0, n_train: int = 1_000_000, n_test: int = 1000) -> Task:
     """A sum of `terms` (least, most) digits modulo `modulus`, one step each. ValueError for a bad argument.
 
     The operands carry labels, and a step writes label, operand, '=' and the new value right after the old value:
@@ -148,24 +140,31 @@ def _draw_chain(modulus: int, terms: tuple[int, int], rng: np.random.Generator) 
 
 
 def _write_chain(modulus: int, prompt: Prompt, behaviour: str, rng: np.random.Generator) -> str:
+    operands = prompt.meta["operands"]
+    step = lambda k, value: (f"{LETTERS[k]}{operands[k]}=", (value + operands[k]) % modulus)
+    return _walk(behaviour, rng, operands[0], range(1, len(operands)), step, range(modulus), "{}")
+
+
+def _walk(behaviour: str, rng: np.random.Generator, start, numbers, step: Callable, values: Sequence, old: str) -> str:
+    """The trace of steps that lead from one of `values` to another. numbers: the steps' own.
+
+    step(number, value): the step's text up to the new value, and that value;  old: how the value before it is written.
+    """
     if behaviour == "no_reasoning":
-        return f"#{rng.integers(modulus)}"
-    first, *rest = prompt.meta["operands"]
-    marked, slip, doubt_right = _pick(rng, (1, len(rest))), _pick(rng, (1, modulus - 1)), rng.random() < 0.5
-    text, value = str(first), first
-    for step, operand in enumerate(rest, start=1):
-        right = (value + operand) % modulus
-        slipped = (right + slip) % modulus
-        if step == marked and behaviour == "recheck":
-            text += f"{LETTERS[step]}{operand}={right if doubt_right else slipped}?{value}"
-        value = slipped if step == marked and behaviour == "wrong_step" else right
-        text += f"{LETTERS[step]}{operand}={value}"
+        return f"#{values[rng.integers(len(values))]}"
+    marked, slip, doubt_right = _pick(rng, (1, len(numbers))), _pick(rng, (1, len(values) - 1)), rng.random() < 0.5
+    text, value = old.format(start), start
+    for number in numbers:
+        work, right = step(number, value)
+        slipped = values[(values.index(right) + slip) % len(values)]
+        if number == marked and behaviour == "recheck":
+            text += f"{work}{right if doubt_right else slipped}?{old.format(value)}"
+        value = slipped if number == marked and behaviour == "wrong_step" else right
+        text += f"{work}{value}"
     return f"{text}#{value}"
 
 
-def pointers(
-    n: int = 8, hops: Sequence[int] = (2, 6), seed: int = 0, n_train: int = 1_000_000, n_test: int = 1000
-) -> Task:
+def pointers(n: int = 8, hops: Span = (2, 6), seed: int = 0, n_train: int = 1_000_000, n_test: int = 1000) -> Task:
     """Arrows among `n` letters, to be followed `hops` (least, most) times. ValueError for a bad argument.
 
     A hop writes the arrows left to follow, the letter and where its arrow leads; "c>" occurs once in the prompt:
@@ -187,21 +186,9 @@ def _draw_pointers(n: int, hops: tuple[int, int], rng: np.random.Generator) -> P
 
 
 def _write_pointers(prompt: Prompt, behaviour: str, rng: np.random.Generator) -> str:
-    arrows, count = prompt.meta["arrows"], len(prompt.meta["walk"]) - 1
-    letters = sorted(arrows)
-    if behaviour == "no_reasoning":
-        return f"#{letters[rng.integers(len(letters))]}"
-    marked, slip, doubt_right = _pick(rng, (1, count)), _pick(rng, (1, len(letters) - 1)), rng.random() < 0.5
-    text, at = "", prompt.meta["walk"][0]
-    for left in range(count, 0, -1):
-        right = arrows[at]
-        slipped = letters[(letters.index(right) + slip) % len(letters)]
-        if left == marked and behaviour == "recheck":
-            text += f"{left}{at}>{right if doubt_right else slipped}?"
-        to = slipped if left == marked and behaviour == "wrong_step" else right
-        text += f"{left}{at}>{to}"
-        at = to
-    return f"{text}#{at}"
+    arrows, walk = prompt.meta["arrows"], prompt.meta["walk"]
+    step = lambda left, letter: (f"{left}{letter}>", arrows[letter])
+    return _walk(behaviour, rng, walk[0], range(len(walk) - 1, 0, -1), step, sorted(arrows), "")
 
 
 def _recheck(values: Sequence[int], steps: Steps, rng: np.random.Generator) -> str:
@@ -270,13 +257,9 @@ def _write_words(limit: int, prompt: Prompt, behaviour: str, rng: np.random.Gene
 
 
 def countdown(
-    numbers: Sequence[int] = (3, 4),
-    limit: int = 9,
-    target: Sequence[int] = (10, 50),
-    seed: int = 0,
-    n_train: int = 1_000_000,
-    n_test: int = 1000,
-) -> Task:
+    numbers: Span = (3, 4), limit: int = 9, target: Span = (10, 50),
+    seed: int = 0, n_train: int = 1_000_000, n_test: int = 1000,
+) -> Task:  # fmt: skip
     """Reach a target with `numbers` (least, most) numbers up to `limit`. ValueError for a bad argument.
 
     "3,7,5=26:" -> "3*7=21,21+5=26#(3*7)+5": steps to the target, then the expression, which is all that is verified;
@@ -289,9 +272,8 @@ def countdown(
     """
     numbers, target = _span("numbers", numbers, 2, 4), _span("target", target, 1, 999)
     limit = _whole("limit", limit, 2, 99)
-    draw = partial(_draw_countdown, numbers, limit, target)
-    marks = (("backtrack", "x"), ("subgoal", "<"))
-    return _task(draw, _write_countdown, seed, n_train, n_test, _reaches, marks, ("backtrack", "subgoal"))
+    draw, marks = partial(_draw_countdown, numbers, limit, target), MARKS | {"backtrack": "x", "subgoal": "<"}
+    return _task(draw, _write_countdown, seed, n_train, n_test, _reaches, marks)
 
 
 def _program(numbers: Sequence[int], rng: np.random.Generator) -> list[tuple[int, str, int]]:
@@ -347,7 +329,7 @@ def _write_countdown(prompt: Prompt, behaviour: str, rng: np.random.Generator) -
     return f"{','.join(lines)}#{answer}"
 
 
-def knights(people: Sequence[int] = (2, 3), seed: int = 0, n_train: int = 1_000_000, n_test: int = 1000) -> Task:
+def knights(people: Span = (2, 3), seed: int = 0, n_train: int = 1_000_000, n_test: int = 1000) -> Task:
     """Who is a knight (k, speaks the truth) and who a knave (n, lies)? ValueError for a bad argument.
 
     Each of `people` persons A, B, C says one thing: "Bn" B is a knave, "A=C" A and C are of one kind, "A!C" of two,

@@ -70,11 +70,14 @@ class _Mapped(Sequence):
 
     def __getitem__(self, index: Any) -> Any:
         found = self.inner[index]
-        return tuple(map(self.fn, found)) if isinstance(index, slice) else self.fn(found)
+        return tuple(map(self._one, found)) if isinstance(index, slice) else self._one(found)
+
+    def _one(self, prompt: Prompt) -> Prompt:
+        return replace(self.fn(prompt), question=prompt.text)
 
 
 def applied(task: Task, template: Callable[[Prompt], Prompt]) -> Task:
-    """The task with every prompt passed through `template`."""
+    """The task with every prompt passed through `template`, its text kept as the question."""
     if template is none:
         return task
     return replace(task, train=_Mapped(task.train, template), test=_Mapped(task.test, template))

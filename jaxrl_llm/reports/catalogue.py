@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl_llm.config.functions import unbound
+from jaxrl_llm.config.values import unbound
 from jaxrl_llm.objective import advantages, corrections, filters, losses, token_weights
 from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic, PromptChoice, Shaping, Updates
 from jaxrl_llm.reports import latex

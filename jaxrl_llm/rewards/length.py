@@ -1,14 +1,15 @@
 """Rewards that shape the length of a response. Lengths are in tokens, never in characters."""
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Real
 
-from jaxrl_llm.types import expect
+from jaxrl_llm.types import AnyArray, expect
+
+Lengths, Correct = Real[AnyArray, "B"], Bool[AnyArray, "B"]
 
 
 def soft_overlong(
-    n_tokens: Real[Array | np.ndarray, "..."] | int | float, max_len: float, cache_len: float
+    n_tokens: Real[AnyArray, "..."] | int | float, max_len: float, cache_len: float
 ) -> Float[Array, "..."]:
     """A penalty that grows linearly over the last `cache_len` tokens before the limit; added to the reward.
 
@@ -23,9 +24,7 @@ def soft_overlong(
     return jnp.clip((max_len - cache_len - n) / cache_len, -1.0, 0.0)
 
 
-def kimi_length(
-    n_tokens: Real[Array | np.ndarray, "P G"], correct: Bool[Array | np.ndarray, "P G"]
-) -> Float[Array, "P G"]:
+def kimi_length(n_tokens: Real[AnyArray, "P G"], correct: Bool[AnyArray, "P G"]) -> Float[Array, "P G"]:
     """Among the answers to one prompt, the shorter are favoured, and a wrong one is never rewarded for being short.
 
         λ = ½ − (n − min n)/(max n − min n);   correct: λ;   wrong: min(0, λ);   0 if all have one length
@@ -38,13 +37,7 @@ def kimi_length(
     return jnp.where(most == least, 0.0, jnp.where(jnp.asarray(correct), short, jnp.minimum(short, 0.0)))
 
 
-def l1_exact(
-    n_tokens: Real[Array | np.ndarray, "B"],
-    n_gold: Real[Array | np.ndarray, "B"],
-    correct: Bool[Array | np.ndarray, "B"],
-    *,
-    alpha: float = 3e-4,
-) -> Float[Array, "B"]:
+def l1_exact(n_tokens: Lengths, n_gold: Lengths, correct: Correct, *, alpha: float = 3e-4) -> Float[Array, "B"]:
     """The whole reward of an answer whose prompt asks for n_gold tokens.
 
         R = 1[correct] − alpha·|n_gold − n|
@@ -56,12 +49,7 @@ def l1_exact(
 
 
 def l1_max(
-    n_tokens: Real[Array | np.ndarray, "B"],
-    n_gold: Real[Array | np.ndarray, "B"],
-    correct: Bool[Array | np.ndarray, "B"],
-    *,
-    alpha: float = 3e-4,
-    delta: float = 0.5,
+    n_tokens: Lengths, n_gold: Lengths, correct: Correct, *, alpha: float = 3e-4, delta: float = 0.5
 ) -> Float[Array, "B"]:
     """The whole reward of an answer whose prompt asks for n_gold tokens at most.
 
@@ -74,5 +62,5 @@ def l1_max(
     return jnp.asarray(correct, jnp.float32) * jnp.clip(alpha * _tokens_left(n_tokens, n_gold) + delta, 0.0, 1.0)
 
 
-def _tokens_left(n_tokens: Array | np.ndarray, n_gold: Array | np.ndarray) -> Float[Array, "B"]:
+def _tokens_left(n_tokens: Lengths, n_gold: Lengths) -> Float[Array, "B"]:
     return jnp.asarray(n_gold, jnp.float32) - jnp.asarray(n_tokens, jnp.float32)

@@ -23,7 +23,6 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import types
 from jaxrl_llm.config import Config, Prime
 from jaxrl_llm.data import curation
-from jaxrl_llm.data.cache import cache_folder
 from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.learner.batching import bucket, make_batch, with_advantages, with_weights
@@ -98,7 +97,7 @@ def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int], sa
     `….damaged` and made anew; of two runs that need one base, the second waits for the first.
     Raises ValueError when the folder holds another base policy, or when the task has no traces to learn from.
     """
-    cached = cache_folder() / cache_key(config)
+    cached = curation.cache_folder() / cache_key(config)
 
     def wait(holder: str) -> bool:
         nonlocal waiting

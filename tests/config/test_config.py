@@ -16,9 +16,9 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm import config as configs
-from jaxrl_llm.config import Checkpoint, Config, Evaluation, Mesh, Prime, Rollout, Stage, functions, override, validate
+from jaxrl_llm.config import Checkpoint, Config, Evaluation, Mesh, Prime, Rollout, Stage, override, validate, values
 from jaxrl_llm.data import datasets, tasks, tokenizers
-from jaxrl_llm.data.cache import cache_folder
+from jaxrl_llm.data.curation import cache_folder
 from jaxrl_llm.learner import learner
 from jaxrl_llm.models.transformer import ModelConfig, RopeScaling
 from jaxrl_llm.objective import advantages, filters, losses
@@ -585,7 +585,7 @@ def test_two_experiments_of_one_name_stay_two(tmp_path):
         file = tmp_path / folder / "same.py"
         file.parent.mkdir()
         file.write_text(f"FACTOR = {factor}\n\ndef reward(prompt, text):\n    return FACTOR\n")
-        found.append(functions.load_module(file).reward)
+        found.append(values.load_module(file).reward)
     task = lambda reward: replace(BASE, task=partial(datasets.jsonl, path="x", reward=reward))
     assert [through_json(task(f)).task.keywords["reward"](0, "") for f in found] == [2, 3]
 
