@@ -41,9 +41,6 @@ def compilations() -> int:
     return len(_compile_seconds)
 
 
-# --- files ------------------------------------------------------------------------------------------------------
-
-
 def _plain(value: Any) -> Any:
     """`value` as strict JSON: arrays and NumPy scalars become lists and numbers; NaN and infinities become None."""
     if isinstance(value, float):
@@ -146,9 +143,6 @@ class RunLog:
                 file.close()
 
 
-# --- the terminal -----------------------------------------------------------------------------------------------
-
-
 def _cell(value: float | None, width: int, spec: str) -> str:
     """`value` right-aligned in `width` characters: '-' if undefined, one digit and an exponent if it does not fit."""
     if value is None or not math.isfinite(value):
@@ -211,9 +205,6 @@ class Progress:
 
     def __exit__(self, *_: Any) -> None:
         self._bar.stop()
-
-
-# --- time -------------------------------------------------------------------------------------------------------
 
 
 class Stopwatch:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,19 +116,14 @@ def sample_batch(
     learner: Learner, engine: Any, at: Position, watch: metrics.Stopwatch, latest: Callable | None = None
 ) -> tuple[ScoredBatch, Position]:
     """Groups of scored answers for one batch, from the prompts that come next. latest: see `LocalEngine.sample`."""
-    r, dispatcher = learner.config.rollout, PromptDispatcher(learner, at, watch)
+    r, resample = learner.config.rollout, learner.config.algorithm.prompts.resample
+    dispatcher = PromptDispatcher(learner, at, watch)
+    limits = {"prompts": r.prompts, "most": r.prompts * (r.max_rounds if resample else 1), "resample": resample}
+    sample = lambda next_request: engine.sample(next_request, latest)
+    request = lambda prompt: dispatcher.request(engine, prompt)
     before = watch.seconds().get("reward", 0.0)
     with watch("rollout"):
-        scored = groups.fill_batch(
-            lambda next_request: engine.sample(next_request, latest),
-            dispatcher.ask,
-            lambda prompt: dispatcher.request(engine, prompt),
-            dispatcher.judge,
-            prompts=r.prompts,
-            most=r.prompts * (r.max_rounds if learner.config.algorithm.prompts.resample else 1),
-            pending=at.pending,
-            resample=learner.config.algorithm.prompts.resample,
-        )
+        scored = groups.fill_batch(sample, dispatcher.ask, request, dispatcher.judge, pending=at.pending, **limits)
     watch.add("rollout", before - watch.seconds().get("reward", 0.0))  # what the verifier took is no rollout
     return scored, moved_on(learner.config, at, scored, dispatcher.draw)
 
@@ -150,10 +145,6 @@ class Sync:
 
 
 CLOSING_S = 5.0  # how long a verifier that hangs in a thread is waited for
-
-
-class _Closed(Exception):
-    """The run is over: no more answers are wanted."""
 
 
 class Ahead:
@@ -192,7 +183,7 @@ class Ahead:
 
         def latest() -> SamplerWeights:
             if self._closed:
-                raise _Closed
+                raise CancelledError
             return engine.weights
 
         def run() -> None:
@@ -223,8 +214,6 @@ class Async:
 
     def __init__(self, learner: Learner):
         self.learner = learner
-        r = learner.config.rollout
-        self._room = r.prompts * (r.max_staleness + 1)
         self._lock = threading.Condition()
         self._ready: deque[ScoredGroup] = deque()  # of all groups, those that no filter kept included
         self._under_way: dict[int, PendingPrompt] = {}
@@ -278,7 +267,8 @@ class Async:
             return replace(at, draw=self._dispatcher.draw, pending=tuple(self._outstanding()))
 
     def _full(self) -> bool:
-        return len(self._ready) + len(self._under_way) >= self._room
+        r = self.learner.config.rollout
+        return len(self._ready) + len(self._under_way) >= r.prompts * (r.max_staleness + 1)
 
     def _next_request(self) -> Request | None:
         with self._lock:
@@ -290,7 +280,7 @@ class Async:
 
     def _latest(self) -> SamplerWeights:
         if self._closed:  # a sampler in this process asks before every call: nothing under way is waited for
-            raise _Closed
+            raise CancelledError
         return self._engine.weights
 
     def _run(self) -> None:
@@ -305,8 +295,6 @@ class Async:
                         started = time.perf_counter()
                     with self._lock:
                         self._lock.wait_for(lambda: self._closed or not self._full())
-        except _Closed:
-            return
         except BaseException as error:  # told to whoever waits for a batch
             with self._lock:
                 self._error = error

@@ -63,9 +63,6 @@ def sampler_model(config: Config) -> ModelConfig:
     return config.model if dtype in ("", *weights.QUANTIZED) else replace(config.model, dtype=dtype)
 
 
-# --- one step -----------------------------------------------------------------------------------------------------
-
-
 def rollout_metrics(scored: ScoredBatch, version: int) -> dict[str, float]:
     """Rewards, groups and lengths of all answers that were sampled, those of filtered groups included.
 
@@ -118,9 +115,7 @@ def one_step(
 
     While the critic is pre-trained, the policy stays as it is.
     """
-    watch = metrics.Stopwatch()
-    critic = learner.config.algorithm.critic
-    learned: dict[str, float] = {}
+    watch, critic, learned = metrics.Stopwatch(), learner.config.algorithm.critic, {}
     with watch("step"):
         scored, after = mode.next(engine, at, watch)
         answers, version = scored.rollouts, engine.version
@@ -149,9 +144,6 @@ def one_step(
         "perf/push_bytes": float(engine.bytes),
     }
     return state, engine, after, scored, row
-
-
-# --- the run ------------------------------------------------------------------------------------------------------
 
 
 def train(config: Config, out: Path, *, resume: bool = False, source: Path | None = None) -> None:
@@ -254,9 +246,8 @@ def _measure_base(learner: Learner, engine: Any, log: metrics.RunLog) -> str:
     a, size, n = learner.config.algorithm, learner.config.rollout.group_size, len(rewards)
     shaped = a.shaping.reward or a.shaping.format_reward or a.shaping.length_reward
     parts = [rewards[i : i + size] for i in range(0, n - size + 1, size)]
-    values = [np.array([r.value for r in part], np.float32) for part in parts]
-    hopeless = not any(groups.passes_filter(a.group_filter, *pair) for pair in zip(parts, values, strict=True))
-    if n >= SURE and a.prompts.resample and not shaped and hopeless:
+    passes = lambda part: groups.passes_filter(a.group_filter, part, np.array([r.value for r in part], np.float32))
+    if n >= SURE and a.prompts.resample and not shaped and not any(map(passes, parts)):
         raise RuntimeError(
             f"base policy: 0 of {n} held-out answers are correct, and algorithm.group_filter keeps no group of such: "
             "nothing to learn from; expected easier problems, a base policy (prime), or no group filter"
