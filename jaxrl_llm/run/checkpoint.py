@@ -20,7 +20,6 @@ import orbax.checkpoint as ocp
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file, and each error that it also raises
 
-
 MARGIN_BYTES = 2**20  # of a checkpoint's files besides the arrays
 
 
@@ -35,24 +34,24 @@ class Damaged(ValueError):
     """A file does not hold what was saved."""
 
 
-# What TensorStore reports of bytes that it has read and cannot make sense of. A device that fails to give the bytes
-# has another status (UNKNOWN, RESOURCE_EXHAUSTED, PERMISSION_DENIED, …), and the number of the system's error.
-_SENSELESS = re.compile(r"(FAILED_PRECONDITION|OUT_OF_RANGE|DATA_LOSS|INVALID_ARGUMENT|NOT_FOUND): ")
-_MISFITS = re.compile(r'Item ".*" was not found|pytree structure error|dataclass node type mismatch')
+# What TensorStore and Orbax report of bytes that were read and make no sense. A device that fails to give the bytes has
+# another status (UNKNOWN, RESOURCE_EXHAUSTED, PERMISSION_DENIED, …), and the number of the system's error.
+_NONSENSE = re.compile(
+    "^(FAILED_PRECONDITION|OUT_OF_RANGE|DATA_LOSS|INVALID_ARGUMENT|NOT_FOUND): "
+    """|Item ".*" was not found|pytree structure error|dataclass node type mismatch"""
+)
 
 
-def is_damage(error: BaseException) -> bool:
+def is_damage(error: BaseException | None) -> bool:
     """Whether an error of Orbax says that a checkpoint's files are damaged: anything else may pass, as an I/O error."""
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(cause)
-    if any(
-        "os_error_code" in str(e) or (isinstance(e, OSError) and not isinstance(e, FileNotFoundError)) for e in chain
-    ):
-        return False
-    kinds = (Damaged, FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError)
-    spoken = lambda e: isinstance(e, ValueError | KeyError) and (_SENSELESS.match(str(e)) or _MISFITS.search(str(e)))
-    return any(isinstance(e, kinds) or spoken(e) for e in chain)
+    damage = False
+    while error is not None:
+        if "os_error_code" in str(error) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)):
+            return False
+        damage |= isinstance(error, Damaged | FileNotFoundError | json.JSONDecodeError | UnicodeDecodeError)
+        damage |= isinstance(error, ValueError | KeyError) and _NONSENSE.search(str(error)) is not None
+        error = error.__cause__ or error.__context__
+    return damage
 
 
 @jax.jit
@@ -92,9 +91,8 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 2, *, read_only: bool = False):
         self.folder, self._read_only = Path(folder).resolve(), read_only
         # Orbax itself keeps and cleans nothing when it only reads
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, cleanup_tmp_directories=True, create=not read_only, read_only=read_only
-        )
+        access = {"create": not read_only, "read_only": read_only}
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True, **access)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._writing: int | None = None  # the step that is being written
 
@@ -109,11 +107,8 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         self.wait()
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
-            host=ocp.args.JsonSave(host),
-            checksums=ocp.args.JsonSave(checksums(state, host)),
-        )
+        as_json = {"host": ocp.args.JsonSave(host), "checksums": ocp.args.JsonSave(checksums(state, host))}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), **as_json)
         self._writing = step
         with self._naming():
             # Seen before Orbax begins: when the disk fills up, its threads print hundreds of lines
@@ -142,20 +137,16 @@ class Checkpoints:
         ones are renamed `<step>.unreadable`, so that their steps can be written again. Raises Damaged when none is
         whole, and RuntimeError when one cannot be read for another reason; neither changes anything.
         """
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), like
-        )
-        args = ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore(), checksums=ocp.args.JsonRestore()
-        )
+        shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+        state, json_ = ocp.args.StandardRestore(jax.tree.map(shaped, like)), ocp.args.JsonRestore()
+        args = ocp.args.Composite(state=state, host=json_, checksums=json_)
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
             try:
                 found = self._manager.restore(step, args=args)
-                sums = checksums(found["state"], found["host"])
-                wrong = [name for name in sums if sums[name] != found["checksums"].get(name)]
-                if wrong:
-                    raise Damaged(f"the checksum of {wrong[0]} is not what was saved")
+                for name, checksum in checksums(found["state"], found["host"]).items():
+                    if checksum != found["checksums"].get(name):
+                        raise Damaged(f"the checksum of {name} is not what was saved")
             except Exception as error:
                 why = f"{type(error).__name__}: {' '.join(str(error.__cause__ or error).split())[:120]}"
                 if not is_damage(error):
@@ -163,21 +154,18 @@ class Checkpoints:
                 damaged[step] = why
                 warn(f"checkpoint {step} cannot be read ({why}); trying the one before")
                 continue
-            if not self._read_only:
-                self._put_aside(list(damaged))
+            if damaged and not self._read_only:
+                for bad in damaged:
+                    aside = self.folder / f"{bad}.unreadable"
+                    shutil.rmtree(aside, ignore_errors=True)
+                    (self.folder / str(bad)).rename(aside)
+                self._manager.reload()
             return Restored(found["state"], found["host"], step)
         earlier = sorted(p.name for p in self.folder.glob("*.unreadable"))
         if damaged or earlier:
             listed = "; ".join([*(f"{step}: {why}" for step, why in damaged.items()), *earlier])
             raise Damaged(f"{self.folder}: no checkpoint is whole ({listed}); expected one, or another folder")
         return None
-
-    def _put_aside(self, steps: list[int]) -> None:
-        for step in steps:
-            aside = self.folder / f"{step}.unreadable"
-            shutil.rmtree(aside, ignore_errors=True)
-            (self.folder / str(step)).rename(aside)
-        self._manager.reload()
 
     def close(self) -> None:
         """Wait for the writes under way."""

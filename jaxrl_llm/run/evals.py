@@ -36,20 +36,12 @@ def evaluate(
     eval/truncated, then the answers and their rewards.
     """
     count = min(problems, len(task.test))
-    answers = groups.sample_groups(
-        engine,
-        tuple(task.test[i] for i in range(count)),
-        samples,
-        seed=SEED_STREAM + seed,
-        draws=np.arange(count),
-        max_prompt_tokens=max_prompt_tokens,
-    )
+    prompts, drawn = tuple(task.test[i] for i in range(count)), {"seed": SEED_STREAM + seed, "draws": np.arange(count)}
+    answers = groups.sample_groups(engine, prompts, samples, **drawn, max_prompt_tokens=max_prompt_tokens)
     rewards = groups.score(task, answers)
     correct = np.array([r.correct for r in rewards]).reshape(count, samples)
     metrics = {"eval/accuracy": float(correct.mean())}
     metrics |= {f"eval/pass@{2**i}": pass_at_k(correct, 2**i) for i in range(1, samples.bit_length())}
-    metrics |= {
-        "eval/length": float(answers.lengths.mean()),
-        "eval/truncated": float((answers.finish == LENGTH).mean()),
-    }
+    truncated = float((answers.finish == LENGTH).mean())
+    metrics |= {"eval/length": float(answers.lengths.mean()), "eval/truncated": truncated}
     return metrics, answers, rewards

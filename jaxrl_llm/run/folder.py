@@ -19,6 +19,7 @@ import jax
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
+from jaxrl_llm.run.stopping import Stopped
 
 # What --resume may change. (So may `steps`, unless a learning rate's schedule or a curriculum depends on it.)
 NO_NUMBER = (  # of the training
@@ -29,13 +30,14 @@ ROUNDING = ("mesh.", "micro_batches", "rollout.slots", "rollout.servers")
 
 
 @contextlib.contextmanager
-def lock(path: Path, wait: Callable[[str], bool] | None = None) -> Iterator[None]:
+def lock(path: Path, stopping: Callable[[], int] | None = None) -> Iterator[None]:
     """Hold a lock file, which the system releases when this process ends, however it ends.
 
-    wait: asked again and again, with the one who has it, whether to go on waiting. Raises ValueError with the one who
-    has it (process, host, since when).
+    A file that another process holds is waited for until `stopping()` gives a signal, which raises Stopped; without
+    `stopping`, ValueError tells that process, its host and since when it holds the file.
     """
     with open(path, "a+", encoding="utf-8") as file:
+        waiting = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,9 +45,14 @@ def lock(path: Path, wait: Callable[[str], bool] | None = None) -> Iterator[None
             except BlockingIOError:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
-                if wait is None or not wait(holder):
-                    raise ValueError(f"{path.parent} is in use by {holder}; expected a folder of its own") from None
-                time.sleep(0.2)
+            if stopping is None:
+                raise ValueError(f"{path.parent} is in use by {holder}; expected a folder of its own")
+            if stopping():
+                raise Stopped(stopping())
+            if not waiting:
+                print(f"{path.with_suffix('')} is being made by {holder}: waiting for it", flush=True)
+            waiting = True
+            time.sleep(0.2)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()
@@ -55,13 +62,15 @@ def lock(path: Path, wait: Callable[[str], bool] | None = None) -> Iterator[None
 @contextlib.contextmanager
 def opened(config: Config, out: Path, resume: bool) -> Iterator[None]:
     """The run's folder, locked. Raises ValueError when it cannot be used, or when it belongs to another config."""
-    kept = out / "config.json"
-    if resume and not kept.is_file():
-        raise ValueError(f"--resume: {kept} is missing; expected the folder of an earlier run")
+    if resume and not (out / "config.json").is_file():
+        raise ValueError(f"--resume: {out / 'config.json'} is missing; expected the folder of an earlier run")
     with contextlib.ExitStack() as stack:
-        with _writable(out):
+        try:
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock(out / ".lock"))
+        except OSError as error:
+            why = error.strerror
+            raise ValueError(f"--out {out}: cannot be written ({why}); expected a writable folder") from error
         if resume:
             compare(config, out)
         elif any((out / "checkpoints").glob("[0-9]*")):
@@ -78,8 +87,8 @@ def compare(config: Config, out: Path) -> None:
     schedules = {config.optimizer.schedule, critic.optimizer.schedule if critic else "constant"}
     steps_matter = schedules != {"constant"} or config.rollout.difficulty is not None
     no_number = NO_NUMBER + (() if steps_matter else ("steps",))
-    kept = configs.to_json(configs.from_json(json.loads((out / "config.json").read_text()), out))
-    differ = configs.differences(kept, configs.to_json(config))
+    recorded = configs.to_json(configs.from_json(json.loads((out / "config.json").read_text()), out))
+    differ = configs.differences(recorded, configs.to_json(config))
     if wrong := [d for d in differ if not d.startswith(no_number + ROUNDING)]:
         raise ValueError(f"--resume: the config differs from the run's in {'; '.join(wrong)}")
     if rounding := [d for d in differ if d.startswith(ROUNDING)]:
@@ -88,15 +97,27 @@ def compare(config: Config, out: Path) -> None:
         print(f"--resume: {'; '.join(others)} (changes no number of the steps)")
 
 
+def compare_machine(before: dict[str, Any]) -> None:
+    """Print what differs from the machine of the checkpoint."""
+    if differ := configs.differences(before, machine()):
+        print(f"--resume: {'; '.join(differ)} (changes rounding, and so the samples to come)")
+
+
+def machine() -> dict[str, Any]:
+    """What decides rounding besides the config: a run goes on bit for bit only where this is the same."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = f"{jax.devices()[0].device_kind} × {jax.device_count()}"
+    return {"CPU threads": cpus, "devices": devices, "jax": jax.__version__}
+
+
 def record(config: Config, out: Path, source: Path | None) -> None:
     """Write config.json, whole or not at all, and a copy of the experiment."""
     copy = None if source is None or source.suffix != ".py" else out / source.name
     if copy and copy.exists() and copy.read_bytes() != source.read_bytes():
         print(f"{source} differs from the run's copy {copy}: the run goes on with {source}, which replaces the copy")
-    with _writable(out):
-        write_whole(out / "config.json", configs.dumps(config))
-        if copy and source.resolve() != copy.resolve():
-            shutil.copyfile(source, copy)
+    write_whole(out / "config.json", configs.dumps(config))
+    if copy and source.resolve() != copy.resolve():
+        shutil.copyfile(source, copy)
 
 
 def edited(out: Path) -> list[str]:
@@ -109,13 +130,13 @@ def edited(out: Path) -> list[str]:
 
 def write_whole(file: Path, text: str) -> None:
     """Write a file such that a kill, or a full disk, leaves the old one or the new one."""
-    whole = file.with_name(file.name + ".tmp")
+    part = file.with_name(file.name + ".tmp")
     try:
-        with open(whole, "w", encoding="utf-8") as f:
+        with open(part, "w", encoding="utf-8") as f:
             f.write(text)
             f.flush()
-            os.fsync(f.fileno())
-        whole.replace(file)
+            os.fsync(f.fileno())  # or a power cut could leave an empty file
+        part.replace(file)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}: not written", str(file)) from error
 
@@ -130,30 +151,8 @@ def copy_whole(source: Path, target: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _writable(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"--out {out}: cannot be written ({error.strerror}); expected a writable folder") from error
-
-
-def machine() -> dict[str, Any]:
-    """What decides rounding besides the config: a run goes on bit for bit only where this is the same."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    devices = f"{jax.devices()[0].device_kind} × {jax.device_count()}"
-    return {"CPU threads": cpus, "devices": devices, "jax": jax.__version__}
-
-
-def compare_machine(before: dict[str, Any]) -> None:
-    """Print what differs from the machine of the checkpoint."""
-    if differ := configs.differences(before, machine()):
-        print(f"--resume: {'; '.join(differ)} (changes rounding, and so the samples to come)")
-
-
 def resume_command(source: Path | None, out: Path, assignments: tuple[str, ...], algorithm: str | None = None) -> str:
     """The shell command that goes on with a run."""
-    words = ["jaxrl", "train", str(source)]
-    words += [] if algorithm is None else ["--algorithm", algorithm]
-    words += [w for a in assignments for w in ("--set", a)]
-    return shlex.join([*words, "--resume", "--out", str(out)])
+    method = () if algorithm is None else ("--algorithm", algorithm)
+    changes = [word for a in assignments for word in ("--set", a)]
+    return shlex.join(["jaxrl", "train", str(source), *method, *changes, "--resume", "--out", str(out)])

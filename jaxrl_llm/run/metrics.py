@@ -3,42 +3,26 @@
 Metrics are one flat dict of floats, names grouped by slashes. Whatever depends on the wall clock or on the process
 begins with `perf/`, so two runs of one config agree on all the other names.
 
-reward/mean reward/std                     of the responses' values
-accuracy eval/accuracy                     fraction correct, of the rollouts and of held-out problems
-groups/all_correct groups/all_wrong        fraction of the groups that teach nothing
-groups/sampled groups/stale                groups answered for this batch; groups dropped as too old
-length/mean /max /correct /wrong           tokens; NaN where no response is correct, or none is wrong
-length/accepted /rejected                  tokens, of groups that the filter kept and of the others
-staleness/mean /max                        updates between the weights that drew a token and those that learn from it
-truncated                                  fraction of responses cut at the token limit
-entropy kl/old kl/ref                      nats per token
-clip/low clip/high                         fraction of tokens without gradient because of a bound on the ratio
-ratio/mean ratio/max                       π/π_old per token
-gap/mean gap/max                           |p_learner − p_sampler| of the drawn tokens
-loss grad_norm                             of the optimiser step
-lr                                         of the last optimiser step that was applied
-skipped                                    fraction of the batch's optimiser steps that changed nothing
-perf/{rollout,train}_tokens_per_s          tokens per second of drawing answers, and of that stage
-perf/{rollout,reward,train,eval,checkpoint,step}_s   seconds
-perf/sampling_s                            seconds of drawing in the background; perf/rollout_s is the wait for it
-perf/compilations                          XLA compilations since the process began
+docs/runs.md says what each name means.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax.monitoring
+from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
+
+from jaxrl_llm.run import folder
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _compile_seconds: list[float] = []  # a list, because append is atomic and compilations may come from several threads
@@ -57,13 +41,10 @@ def compilations() -> int:
     return len(_compile_seconds)
 
 
-# --- files ------------------------------------------------------------------------------------------------------
-
-
 def _plain(value: Any) -> Any:
     """`value` as strict JSON: arrays and NumPy scalars become lists and numbers; NaN and infinities become None."""
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
+        return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
@@ -90,46 +71,16 @@ def _line(step: int, row: Mapping[str, Any]) -> str:
 
 def _is_of_step_up_to(step: int, line: bytes) -> bool:
     try:
-        row = json.loads(line)
-    except ValueError:  # kill -9 in the middle of a write
+        return json.loads(line)["step"] <= step
+    except (ValueError, TypeError, KeyError):  # kill -9 in the middle of a write
         return False
-    return isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
 
 
-def _truncate(path: Path, step: int) -> None:
-    """Keep the whole lines of steps ≤ `step`: those after the checkpoint will be written again."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(path, "rb") as old, open(temporary, "wb") as new:
-        new.writelines(line.rstrip(b"\r\n") + b"\n" for line in old if _is_of_step_up_to(step, line))
-        new.flush()
-        os.fsync(new.fileno())  # or a power cut could leave an empty file under the old name
-    os.replace(temporary, path)
-
-
-class _EventFile:
-    """A TensorBoard event file, written by the caller's own thread: a full disk is an error of the caller."""
-
-    def __init__(self, folder: Path, resume_step: int | None):
-        from tensorboardX.event_file_writer import EventsWriter
-
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob("events.out.tfevents.*") if resume_step is None else ():
-            stale.unlink()
-        # Event files are named after the second they begin in: the suffix keeps a quick resume from overwriting one.
-        self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
-        if resume_step is not None:  # TensorBoard hides what earlier files have from here on
-            self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
-
-    def _add(self, step: int, **event: Any) -> None:
-        self._writer.write_event(Event(wall_time=time.time(), step=step, **event))
-
-    def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
-        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-        self._add(step, summary=Summary(value=values))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+def _opened(path: Path, resume_step: int | None) -> TextIO:
+    if resume_step is not None and path.exists():  # later lines will be written again
+        lines = [line for line in path.read_bytes().splitlines() if _is_of_step_up_to(resume_step, line)]
+        folder.write_whole(path, "".join(line.decode() + "\n" for line in lines))
+    return open(path, "w" if resume_step is None else "a", encoding="utf-8")
 
 
 @contextmanager
@@ -147,16 +98,20 @@ class RunLog:
     earlier run in that folder are replaced.
     """
 
-    def __init__(self, out: Path, resume_step: int | None, tensorboard: bool = True):
-        out = Path(out)
-        out.mkdir(parents=True, exist_ok=True)
-        self._folder, paths = out, (out / "metrics.jsonl", out / "samples.jsonl")
-        for path in paths:
-            if resume_step is not None and path.exists():
-                _truncate(path, resume_step)
-        mode = "w" if resume_step is None else "a"
-        self._metrics, self._samples = (open(p, mode, encoding="utf-8") for p in paths)  # noqa: SIM115 — see close()
-        self._tensorboard = _EventFile(out / "tensorboard", resume_step) if tensorboard else None
+    def __init__(self, out: Path, resume_step: int | None):
+        self._events_folder = out / "tensorboard"
+        self._events_folder.mkdir(parents=True, exist_ok=True)
+        self._metrics, self._samples = (_opened(out / f"{name}.jsonl", resume_step) for name in ("metrics", "samples"))
+        for stale in self._events_folder.glob("events.out.tfevents.*") if resume_step is None else ():
+            stale.unlink()
+        # Not a SummaryWriter, whose thread ends at the first error and whose queue then blocks its caller for ever.
+        # An event file is named after the second it begins in: the suffix keeps a quick resume from overwriting one.
+        self._events = EventsWriter(str(self._events_folder / "events"), f".{time.time_ns()}")
+        if resume_step is not None:  # TensorBoard hides what earlier files have from here on
+            self._add_event(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def _add_event(self, step: int, **event: Any) -> None:
+        self._events.write_event(Event(wall_time=time.time(), step=step, **event))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line {"step": step, name: value, …}; a value that is not finite becomes null, and no TensorBoard point.
@@ -165,33 +120,27 @@ class RunLog:
         """
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         self._write(self._metrics, _line(step, numbers))
-        if self._tensorboard is not None:
-            with _naming(self._folder / "tensorboard"):
-                self._tensorboard.scalars(int(step), {k: v for k, v in numbers.items() if math.isfinite(v)})
+        finite = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items() if math.isfinite(v)]
+        with _naming(self._events_folder):
+            self._add_event(int(step), summary=Summary(value=finite))
+            self._events.flush()
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """One line {"step": step, **row} per row."""
         self._write(self._samples, "".join(_line(step, row) for row in rows))
 
-    def _write(self, file: Any, lines: str) -> None:
+    def _write(self, file: TextIO, lines: str) -> None:
         with _naming(Path(file.name)):
             file.write(lines)
             file.flush()
-
-    def close(self) -> None:
-        for file in (self._metrics, self._samples, self._tensorboard):
-            with suppress(OSError):  # of lines of which an earlier error has said that they are not written
-                if file is not None:
-                    file.close()
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.close()
-
-
-# --- the terminal -----------------------------------------------------------------------------------------------
+        for file in (self._metrics, self._samples, self._events):
+            with suppress(OSError):  # of lines of which an earlier error has said that they are not written
+                file.close()
 
 
 def _cell(value: float | None, width: int, spec: str) -> str:
@@ -210,8 +159,8 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
         f"step {step:>{len(str(steps))}}/{steps}",
         f"reward {_cell(get('reward/mean'), 6, '.2f')}",
         f"acc {_cell(get('accuracy'), 6, '.1%')}",
-        f"len {_cell(get('length/mean'), 6, '.1f')}"
-        f" (ok {_cell(get('length/correct'), 6, '.1f')} / bad {_cell(get('length/wrong'), 6, '.1f')})",
+        f"len {_cell(get('length/mean'), 6, '.1f')} (ok {_cell(get('length/correct'), 6, '.1f')}"
+        f" / bad {_cell(get('length/wrong'), 6, '.1f')})",
         f"entropy {_cell(get('entropy'), 5, '.2f')}",
         f"kl {_cell(get('kl/old'), 6, '.3f')}",
         f"clip {_cell(sum(bounds) if bounds else math.nan, 6, '.1%')}",
@@ -233,46 +182,29 @@ class Progress:
     """
 
     def __init__(self, total: int, description: str):
-        self._bar = _bar(total, description) if sys.stdout.isatty() else None
+        from rich import progress as rich
+
+        left = (rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn())
+        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), *left)
+        # Steps take seconds to minutes: the time left has to be guessed from more than rich's last 30 seconds.
+        self._bar = rich.Progress(*columns, speed_estimate_period=1800, disable=not sys.stdout.isatty())
+        self._task = self._bar.add_task(description, total=total)
 
     def line(self, text: str) -> None:
-        if self._bar is None:
+        if self._bar.disable:
             print(text, flush=True)
         else:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def advance(self, n: int = 1) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._bar.task_ids[0], n)
+        self._bar.advance(self._task, n)
 
     def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _bar(total: int, description: str) -> Any:
-    from rich import progress
-
-    columns = [
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
-    ]
-    # Steps take seconds to minutes: the time left has to be guessed from more than rich's last 30 seconds.
-    bar = progress.Progress(*columns, speed_estimate_period=1800)
-    bar.add_task(description, total=total)
-    return bar
-
-
-# --- time -------------------------------------------------------------------------------------------------------
+        self._bar.stop()
 
 
 class Stopwatch:
@@ -290,15 +222,12 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start
+            self.add(stage, time.perf_counter() - start)
 
     def add(self, stage: str, seconds: float) -> None:
         """Correct a stage by what was measured elsewhere."""
         self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
 
     def seconds(self) -> dict[str, float]:
-        """Stage → seconds since the last `reset`; logged as perf/<stage>_s."""
+        """Stage → seconds; logged as perf/<stage>_s."""
         return dict(self._seconds)
-
-    def reset(self) -> None:
-        self._seconds.clear()

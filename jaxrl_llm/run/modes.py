@@ -11,10 +11,12 @@ in any two runs.
 
 from __future__ import annotations
 
+import base64
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +31,7 @@ from jaxrl_llm.sampler import groups
 from jaxrl_llm.sampler.groups import PendingPrompt, ScoredBatch, ScoredGroup
 from jaxrl_llm.sampler.requests import Answer, Group, Request
 from jaxrl_llm.sampler.weights import SamplerWeights
-from jaxrl_llm.types import CANCELLED, Rollouts
+from jaxrl_llm.types import CANCELLED
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,23 @@ class Position:
     draw: int = 0  # prompts handed out
     solved: SuccessCounts = field(default_factory=dict)  # kept only if the order of prompts depends on it
     pending: tuple[PendingPrompt, ...] = ()  # prompts handed out whose answers have not been learnt from
+
+    def to_json(self) -> dict[str, Any]:
+        """The position without its step, as a checkpoint keeps it: arrays as base64 of their bytes."""
+        packed = lambda x: base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()
+        answer = lambda a: [packed(a.tokens), packed(a.logp), packed(a.versions), a.finish]
+        pending = [[p.draw, p.index, [answer(a) for a in p.begun]] for p in self.pending]
+        solved = {str(index): list(counts) for index, counts in self.solved.items()}
+        return {"draw": self.draw, "solved": solved, "pending": pending}
+
+    @classmethod
+    def from_json(cls, step: int, data: dict[str, Any]) -> Position:
+        """The inverse of `to_json`."""
+        ints, floats = (lambda x, dtype=d: np.frombuffer(base64.b64decode(x), dtype) for d in (np.int32, np.float32))
+        answer = lambda a: Answer(ints(a[0]), floats(a[1]), ints(a[2]), a[3])
+        pending = [PendingPrompt(draw, index, tuple(map(answer, begun))) for draw, index, begun in data["pending"]]
+        solved = {int(index): tuple(counts) for index, counts in data["solved"].items()}
+        return cls(step, data["draw"], solved, tuple(pending))
 
 
 def moved_on(config: Config, at: Position, batch: ScoredBatch, draw: int) -> Position:
@@ -89,37 +108,22 @@ class PromptDispatcher:
             rewards = groups.score(self.learner.task, answers)
             shaped = shaped_rewards(config, answers, rewards, self.at.step)
         kept = groups.passes_filter(config.algorithm.group_filter, rewards, shaped)
-        return ScoredGroup(asked, answers, tuple(rewards), shaped, kept)
-
-
-def answered(rollouts: Rollouts) -> list[PendingPrompt]:
-    """The prompts of these rollouts with their finished groups: a sampler returns such groups as they are."""
-    r, size = rollouts, rollouts.group_size
-    rows = [
-        Answer(r.tokens[i, :n], r.sampler_logp[i, :n], r.versions[i, :n], str(r.finish[i]))
-        for i, n in enumerate(r.lengths.tolist())
-    ]
-    pairs = zip(r.draws.tolist(), r.indices.tolist(), strict=True)
-    return [PendingPrompt(draw, index, tuple(rows[p * size :][:size])) for p, (draw, index) in enumerate(pairs)]
+        # Asked for again, by a run that resumes, a sampler returns a finished group as it is.
+        return ScoredGroup(replace(asked, begun=group), answers, tuple(rewards), shaped, kept)
 
 
 def sample_batch(
     learner: Learner, engine: Any, at: Position, watch: metrics.Stopwatch, latest: Callable | None = None
 ) -> tuple[ScoredBatch, Position]:
     """Groups of scored answers for one batch, from the prompts that come next. latest: see `LocalEngine.sample`."""
-    r, dispatcher = learner.config.rollout, PromptDispatcher(learner, at, watch)
+    r, resample = learner.config.rollout, learner.config.algorithm.prompts.resample
+    dispatcher = PromptDispatcher(learner, at, watch)
+    limits = {"prompts": r.prompts, "most": r.prompts * (r.max_rounds if resample else 1), "resample": resample}
+    sample = lambda next_request: engine.sample(next_request, latest)
+    request = lambda prompt: dispatcher.request(engine, prompt)
     before = watch.seconds().get("reward", 0.0)
     with watch("rollout"):
-        scored = groups.fill_batch(
-            lambda next_request: engine.sample(next_request, latest),
-            dispatcher.ask,
-            lambda prompt: dispatcher.request(engine, prompt),
-            dispatcher.judge,
-            prompts=r.prompts,
-            most=r.prompts * (r.max_rounds if learner.config.algorithm.prompts.resample else 1),
-            pending=at.pending,
-            resample=learner.config.algorithm.prompts.resample,
-        )
+        scored = groups.fill_batch(sample, dispatcher.ask, request, dispatcher.judge, pending=at.pending, **limits)
     watch.add("rollout", before - watch.seconds().get("reward", 0.0))  # what the verifier took is no rollout
     return scored, moved_on(learner.config, at, scored, dispatcher.draw)
 
@@ -141,10 +145,6 @@ class Sync:
 
 
 CLOSING_S = 5.0  # how long a verifier that hangs in a thread is waited for
-
-
-class _Closed(Exception):
-    """The run is over: no more answers are wanted."""
 
 
 class Ahead:
@@ -175,7 +175,7 @@ class Ahead:
         except Exception:  # `next` raises it
             return at
         # A batch is full as soon as enough groups are kept: the others have to come before the last of them.
-        order = sorted(zip(scored.all_kept, answered(scored.all_rollouts), strict=True), key=lambda pair: pair[0])
+        order = sorted(zip(scored.all_kept, scored.all_prompts, strict=True), key=lambda pair: pair[0])
         return replace(at, draw=after.draw, pending=(*(prompt for _, prompt in order), *scored.unfinished))
 
     def _begin(self, engine: Any, at: Position) -> Future:
@@ -183,7 +183,7 @@ class Ahead:
 
         def latest() -> SamplerWeights:
             if self._closed:
-                raise _Closed
+                raise CancelledError
             return engine.weights
 
         def run() -> None:
@@ -214,13 +214,11 @@ class Async:
 
     def __init__(self, learner: Learner):
         self.learner = learner
-        r = learner.config.rollout
-        self._room = r.prompts * (r.max_staleness + 1)
         self._lock = threading.Condition()
         self._ready: deque[ScoredGroup] = deque()  # of all groups, those that no filter kept included
         self._under_way: dict[int, PendingPrompt] = {}
         self._waiting: deque[PendingPrompt] = deque()  # handed out before, and to be answered or continued
-        self._sampling, self._sampling_told = metrics.Stopwatch(), 0.0
+        self._sampled_s = 0.0  # how long the sampler has worked since the last batch
         self._engine: Any = None
         self._dispatcher: PromptDispatcher | None = None
         self._error: BaseException | None = None
@@ -238,8 +236,7 @@ class Async:
             self._dispatcher.at = at
             chosen, everything, stale = [], [], 0
             while len(chosen) < r.prompts:
-                while not self._ready and self._error is None:
-                    self._lock.wait()
+                self._lock.wait_for(lambda: self._ready or self._error)
                 if self._error is not None:
                     raise self._error
                 judged = self._ready.popleft()
@@ -254,16 +251,14 @@ class Async:
                     raise groups.too_few_groups(everything, r.prompts, r.max_rounds)
             outstanding = self._outstanding()
             draw, self._dispatcher.in_batch = self._dispatcher.draw, {o.index for o in outstanding}
-        sampling = self._sampling.seconds().get("sampling", 0.0)
-        watch.add("sampling", sampling - self._sampling_told)
-        self._sampling_told = sampling
+            watch.add("sampling", self._sampled_s)
+            self._sampled_s = 0.0
         scored = replace(groups.scored_batch(chosen, everything, outstanding), stale=stale)
         return scored, moved_on(self.learner.config, at, scored, draw)
 
     def _outstanding(self) -> list[PendingPrompt]:
         """Prompts handed out and not learnt from, with their answers as far as these are finished. Under the lock."""
-        done = [prompt for scored in self._ready for prompt in answered(scored.rollouts)]
-        return [*done, *self._under_way.values(), *self._waiting]
+        return [*(scored.prompt for scored in self._ready), *self._under_way.values(), *self._waiting]
 
     def settled(self, at: Position, wait: bool = True) -> Position:
         with self._lock:
@@ -271,9 +266,13 @@ class Async:
                 return at
             return replace(at, draw=self._dispatcher.draw, pending=tuple(self._outstanding()))
 
+    def _full(self) -> bool:
+        r = self.learner.config.rollout
+        return len(self._ready) + len(self._under_way) >= r.prompts * (r.max_staleness + 1)
+
     def _next_request(self) -> Request | None:
         with self._lock:
-            if self._closed or len(self._ready) + len(self._under_way) >= self._room:
+            if self._closed or self._full():
                 return None
             prompt = self._waiting.popleft() if self._waiting else self._dispatcher.ask()
             self._under_way[prompt.draw] = prompt
@@ -281,41 +280,33 @@ class Async:
 
     def _latest(self) -> SamplerWeights:
         if self._closed:  # a sampler in this process asks before every call: nothing under way is waited for
-            raise _Closed
+            raise CancelledError
         return self._engine.weights
 
     def _run(self) -> None:
         try:
             with jax.set_mesh(self.learner.mesh):
                 while not self._closed:
-                    for request, group in self._timed(self._engine.sample(self._next_request, self._latest)):
-                        self._take(request, group)
+                    started = time.perf_counter()
+                    for request, group in self._engine.sample(self._next_request, self._latest):
+                        self._take(request, group, time.perf_counter() - started)
                         if self._closed:
                             return
+                        started = time.perf_counter()
                     with self._lock:
-                        while not self._closed and len(self._ready) + len(self._under_way) >= self._room:
-                            self._lock.wait()
-        except _Closed:
-            return
+                        self._lock.wait_for(lambda: self._closed or not self._full())
         except BaseException as error:  # told to whoever waits for a batch
             with self._lock:
                 self._error = error
                 self._lock.notify_all()
 
-    def _timed(self, answers: Iterator[tuple[Request, Group]]) -> Iterator[tuple[Request, Group]]:
-        while True:
-            with self._sampling("sampling"):
-                one = next(answers, None)
-            if one is None:
-                return
-            yield one
-
-    def _take(self, request: Request, group: Group) -> None:
+    def _take(self, request: Request, group: Group, seconds: float) -> None:
         prompt = self._under_way[request.draw]
         unfinished = any(a.finish == CANCELLED for a in group)
         judged = None if unfinished else self._dispatcher.judge(prompt, request, group)
         with self._lock:
             del self._under_way[request.draw]
+            self._sampled_s += seconds
             if unfinished:
                 self._waiting.append(replace(prompt, begun=group))
             else:

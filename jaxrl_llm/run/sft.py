@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.run import folder, metrics
 from jaxrl_llm.run.checkpoint import Checkpoints, Damaged
+from jaxrl_llm.run.stopping import Stopped
 from jaxrl_llm.types import Rollouts, Task, TrainState
 
 LOG_EVERY = 50  # batches
@@ -67,10 +69,7 @@ def traces(task: Task, tokenizer: Tokenizer, prime: Prime, seed: int, start: int
 
 
 def _pad(rows: list[list[int]]) -> np.ndarray:
-    out = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out
+    return np.array(list(zip_longest(*rows, fillvalue=0)), np.int32).T
 
 
 def made_of(config: Config) -> dict[str, Any]:
@@ -89,125 +88,99 @@ def cache_key(config: Config) -> str:
     return digest.hexdigest()[:16]
 
 
-def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int], say: Callable[[str], None]) -> Any:
+def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int]) -> Any:
     """Parameters of the base policy, from the folder `out`, else from the cache, else trained into both.
 
     The folder holds metrics.jsonl, the checkpoint and base.json, which says what it is made of. A stage that was
-    interrupted goes on where it stopped; returns None when `stopping()` interrupts it now. What is damaged is renamed
-    `….damaged` and made anew; of two runs that need one base, the second waits for the first.
-    Raises ValueError when the folder holds another base policy, or when the task has no traces to learn from.
+    interrupted goes on where it stopped. What is damaged is renamed `….damaged` and made anew; of two runs that need
+    one base, the second waits for the first. Raises Stopped when `stopping()` gives a signal, ValueError when the
+    folder holds another base policy or when the task has no traces to learn from.
     """
     cached = curation.cache_folder() / cache_key(config)
-
-    def wait(holder: str) -> bool:
-        nonlocal waiting
-        if not waiting:
-            say(f"the base policy is being made by {holder}: waiting for it")
-        waiting = True
-        return not stopping()
-
-    waiting = False
     with contextlib.ExitStack() as stack:
         if not out.exists():
             with contextlib.suppress(OSError):  # without a cache that can be written nothing is shared
                 cached.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(folder.lock(cached.with_name(f"{cached.name}.lock"), wait))
-        while not stopping():
+                stack.enter_context(folder.lock(cached.with_name(f"{cached.name}.lock"), stopping))
+        while True:
             copied = not out.exists() and cached.exists()
             if copied:
-                say(f"base policy from {cached}")
+                print(f"base policy from {cached}")
                 folder.copy_whole(cached, out)
             try:
-                return _primed(config, out, cached, copied, mesh, stopping, say)
+                params = _primed(config, out, mesh, stopping, finished=copied)
+                break
             except Damaged as error:
                 for damaged in (out, cached) if copied else (out,):
                     aside = damaged.with_name(f"{damaged.name}.damaged")
-                    say(f"{error}: {damaged} is kept as {aside} and made anew")
+                    print(f"{error}: {damaged} is kept as {aside} and made anew")
                     shutil.rmtree(aside, ignore_errors=True)
                     damaged.rename(aside)
-        return None
+        if not cached.exists():
+            with contextlib.suppress(OSError):  # a cache that cannot be written, or that another run has filled
+                folder.copy_whole(out, cached)
+        return params
 
 
-def _primed(
-    config: Config,
-    out: Path,
-    cached: Path,
-    copied: bool,
-    mesh: Mesh,
-    stopping: Callable[[], int],
-    say: Callable[[str], None],
-) -> Any:
-    """`prime` with the folder as it is. Raises Damaged; what was `copied` from the cache has to be finished."""
+def _primed(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int], finished: bool) -> Any:
+    """Parameters from the folder `out`, trained as far as they are not yet. Raises Damaged, also unless `finished`."""
     total = sum(s.batches for s in config.prime.stages)
     _claim(out, made_of(config))
-    tx = make_optimizer(config.prime.optimizer, total)
-    state = init_state(config.model, tx, config.seed, mesh)
+    tx, learning_rate = make_optimizer(config.prime.optimizer, total), schedule(config.prime.optimizer, total)
+    state, done = init_state(config.model, tx, config.seed, mesh), 0
     with contextlib.closing(Checkpoints(out / "checkpoints", keep=1)) as checkpoints:
-        found = checkpoints.restore(state, say)
-        state, done = (found.state, found.step) if found else (state, 0)
-        if copied and done < total:
-            raise Damaged(f"{cached}: no finished base policy")
-        if done < total:
-            state, done = _train(config, state, done, checkpoints, out, mesh, stopping, tx)
-            checkpoints.save(done, state, {})
-    if done < total:
-        return None
-    if not cached.exists():
-        with contextlib.suppress(OSError):  # a cache that cannot be written, or that another run has filled
-            folder.copy_whole(out, cached)
+        if found := checkpoints.restore(state, print):
+            state, done = found.state, found.step
+        if done == total:
+            return state.params
+        if finished:
+            raise Damaged(f"{out}: no finished base policy")
+        steps = _steps(config, state, done, mesh, tx)
+        with metrics.RunLog(out, done or None) as log, metrics.Progress(total - done, "priming") as progress:
+            for done, state, m in steps:
+                progress.advance()
+                if done % LOG_EVERY == 0 or done == total:
+                    row = {k: float(m[k]) for k in ("loss", "entropy", "grad_norm")}
+                    log.log(done, row | {"lr": float(learning_rate(done - 1))})
+                    progress.line(f"priming {done:>5}/{total}  loss {row['loss']:.4f}  entropy {row['entropy']:.3f}")
+                if done % SAVE_EVERY == 0 or done == total or stopping():
+                    checkpoints.save(done, state, {})
+                if stopping():
+                    raise Stopped(stopping())
     return state.params
 
 
 def _claim(out: Path, recipe: dict[str, Any]) -> None:
-    """Write `recipe` to base.json; Damaged when the folder has one without sense, ValueError when it differs."""
+    """Write `recipe` to base.json; Damaged when the file there is no JSON, ValueError when it holds another recipe."""
     file = out / "base.json"
-    out.mkdir(parents=True, exist_ok=True)
     if not file.exists():
+        out.mkdir(parents=True, exist_ok=True)
         folder.write_whole(file, json.dumps(recipe, indent=1) + "\n")
         return
     try:
-        kept = json.loads(file.read_text())
+        recorded = json.loads(file.read_text())
     except ValueError as error:
         raise Damaged(f"{file}: {error}") from error
-    if differs := configs.differences(kept, recipe):
+    if differs := configs.differences(recorded, recipe):
         raise ValueError(f"{out} holds another base policy ({'; '.join(differs)}); expected a new folder")
 
 
-def _train(
-    config: Config,
-    state: TrainState,
-    start: int,
-    checkpoints: Checkpoints,
-    out: Path,
-    mesh: Mesh,
-    stopping: Callable[[], int],
-    tx: optax.GradientTransformation,
-) -> tuple[TrainState, int]:
-    recipe, total = config.prime, sum(s.batches for s in config.prime.stages)
+def _steps(
+    config: Config, state: TrainState, start: int, mesh: Mesh, tx: optax.GradientTransformation
+) -> Iterator[tuple[int, TrainState, dict[str, Any]]]:
+    """For each batch after the first `start`: how many are learnt from, the state then, the step's metrics."""
+    recipe = config.prime
     field = "task" if recipe.task is None else "prime.task"
     task = curation.open_task(recipe.task or config.task, config.algorithm.prompts.template, field)
-    tokenizer = config.tokenizer()
     if task.trace is None:
         raise ValueError("prime.task is without traces; expected a task with Task.trace, or prime=None")
-    learning_rate = schedule(recipe.optimizer, total)
     train_step = make_train_step(config.model, SUPERVISED, tx, micro_batches=config.micro_batches)
     ones = np.ones((recipe.traces_per_batch, 1), np.float32)
-    size = length = done = 0
-    with metrics.RunLog(out, start or None) as log, metrics.Progress(total - start, "priming") as progress:
-        for done, batch in enumerate(traces(task, tokenizer, recipe, config.seed, start), start + 1):
-            # shapes only grow, so that there are few of them
-            size = max(size, bucket(int(batch.prompt_lengths.max()) - 1))
-            length = max(length, bucket(int(batch.lengths.max())))
-            arrays = make_batch(batch, shape=(size, length), sharding=sharding.batch_sharding(mesh))
-            state, m = train_step(state, with_weights(with_advantages(arrays, ones), "token", None))
-            progress.advance()
-            if done % LOG_EVERY == 0 or done == total:
-                row = {k: float(m[k]) for k in ("loss", "entropy", "grad_norm")}
-                row["lr"] = float(learning_rate(done - 1))
-                log.log(done, row)
-                progress.line(f"priming {done:>5}/{total}  loss {row['loss']:.4f}  entropy {row['entropy']:.3f}")
-            if stopping():
-                break
-            if done % SAVE_EVERY == 0 and done < total:
-                checkpoints.save(done, state, {})
-    return state, done
+    size = length = 0
+    for done, batch in enumerate(traces(task, config.tokenizer(), recipe, config.seed, start), start + 1):
+        # shapes only grow, so that there are few of them
+        size = max(size, bucket(int(batch.prompt_lengths.max()) - 1))
+        length = max(length, bucket(int(batch.lengths.max())))
+        arrays = make_batch(batch, shape=(size, length), sharding=sharding.batch_sharding(mesh))
+        state, m = train_step(state, with_weights(with_advantages(arrays, ones), "token", None))
+        yield done, state, m

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +29,7 @@ from jaxrl_llm.run.stopping import Stopped, stop_on_signals
 from jaxrl_llm.sampler import client, groups, weights
 from jaxrl_llm.sampler.client import RemoteEngine
 from jaxrl_llm.sampler.decode import LocalEngine, push_weights
-from jaxrl_llm.sampler.groups import PendingPrompt, ScoredBatch
-from jaxrl_llm.sampler.requests import Answer
+from jaxrl_llm.sampler.groups import ScoredBatch
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import LENGTH, Reward, TrainState, expect
 
@@ -42,28 +41,15 @@ def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") 
 
     version: updates behind the parameters. run: see `Client`.
     """
-    r, config = learner.config.rollout, learner.config
-    sampling, model = Sampling(r.temperature, r.top_k, r.top_p), sampler_model(config)
-    kept = quantized(config)
+    r, model, kept = learner.config.rollout, sampler_model(learner.config), quantized(learner.config)
+    drawn = Sampling(r.temperature, r.top_k, r.top_p), r.max_response_tokens, r.stop
     if r.servers:
         servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca, run=run)
-        drawing = (sampling, r.max_response_tokens, r.stop)
-        return RemoteEngine(servers, model, learner.tokenizer, *drawing, quantized=kept).pushed(params, version)
-    return LocalEngine(
-        model,
-        learner.tokenizer,
-        weights.push(model, params, learner.mesh, version=version, quantized=kept),
-        sampling,
-        r.max_response_tokens,
-        r.stop,
-        r.slots or r.prompts * r.group_size,
-        r.max_prompt_tokens,
-        r.tokens_per_call,
-        kept,
-        r.kv_dtype,
-        r.zero_gap,
-        learner.mesh,
-    )
+        return RemoteEngine(servers, model, learner.tokenizer, *drawn, quantized=kept).pushed(params, version)
+    pushed = weights.push(model, params, learner.mesh, version=version, quantized=kept)
+    sizes = r.slots or r.prompts * r.group_size, r.max_prompt_tokens, r.tokens_per_call
+    kinds = kept, r.kv_dtype, r.zero_gap
+    return LocalEngine(model, learner.tokenizer, pushed, *drawn, *sizes, *kinds, learner.mesh)
 
 
 def quantized(config: Config) -> str:
@@ -77,9 +63,6 @@ def sampler_model(config: Config) -> ModelConfig:
     return config.model if dtype in ("", *weights.QUANTIZED) else replace(config.model, dtype=dtype)
 
 
-# --- one step -----------------------------------------------------------------------------------------------------
-
-
 def rollout_metrics(scored: ScoredBatch, version: int) -> dict[str, float]:
     """Rewards, groups and lengths of all answers that were sampled, those of filtered groups included.
 
@@ -87,46 +70,42 @@ def rollout_metrics(scored: ScoredBatch, version: int) -> dict[str, float]:
     """
     rewards = np.array([r.value for r in scored.all_rewards])
     correct = np.array([r.correct for r in scored.all_rewards])
-    lengths, group = scored.all_rollouts.lengths, scored.rollouts.group_size
+    answers, lengths, group = scored.rollouts, scored.all_rollouts.lengths, scored.rollouts.group_size
     groups, accepted = correct.reshape(-1, group), np.repeat(scored.all_kept, group)
-    mean = lambda x: float(np.mean(x)) if len(x) else float("nan")
+    drawn = np.arange(answers.tokens.shape[1]) < answers.lengths[:, None]
+    age = version - answers.versions[drawn]
+    mean = lambda x: np.mean(x) if len(x) else math.nan
     row = {
         "reward/mean": mean(rewards),
-        "reward/std": float(rewards.std()),
+        "reward/std": rewards.std(),
         "accuracy": mean(correct),
         "groups/all_correct": mean(groups.all(axis=1)),
         "groups/all_wrong": mean(~groups.any(axis=1)),
-        "groups/sampled": float(len(groups)),
+        "groups/sampled": len(groups),
+        "groups/stale": scored.stale,
         "length/mean": mean(lengths),
-        "length/max": float(lengths.max()),
+        "length/max": lengths.max(),
         "length/correct": mean(lengths[correct]),
         "length/wrong": mean(lengths[~correct]),
         "length/accepted": mean(lengths[accepted]),
         "length/rejected": mean(lengths[~accepted]),
         "truncated": mean(scored.all_rollouts.finish == LENGTH),
+        "staleness/mean": mean(age),
+        "staleness/max": age.max(),
     }
-    drawn = np.arange(scored.rollouts.tokens.shape[1]) < scored.rollouts.lengths[:, None]
-    age = version - scored.rollouts.versions[drawn]
-    return row | {"staleness/mean": mean(age), "staleness/max": float(age.max()), "groups/stale": float(scored.stale)}
+    return {name: float(value) for name, value in row.items()}
 
 
 def sample_rows(scored: ScoredBatch, n: int) -> list[dict[str, Any]]:
     """The first `n` groups' first answers, for samples.jsonl."""
-    group = scored.rollouts.group_size
-    rows = [(p, p * group) for p in range(min(n, len(scored.rollouts.prompts)))]
-    return [
-        {
-            "prompt": scored.rollouts.prompts[p].text,
-            "response": scored.rollouts.texts[i],
-            "answer": scored.rollouts.prompts[p].answer,
-            "parsed": scored.rewards[i].parsed,
-            "reward": scored.rewards[i].value,
-            "correct": scored.rewards[i].correct,
-            "finish": str(scored.rollouts.finish[i]),
-            "tokens": int(scored.rollouts.lengths[i]),
-        }
-        for p, i in rows
-    ]
+    r, rows = scored.rollouts, []
+    for p, prompt in enumerate(r.prompts[:n]):
+        i = p * r.group_size
+        reward = scored.rewards[i]
+        verdict = {"parsed": reward.parsed, "reward": reward.value, "correct": reward.correct}
+        ended = {"finish": str(r.finish[i]), "tokens": int(r.lengths[i])}
+        rows.append({"prompt": prompt.text, "response": r.texts[i], "answer": prompt.answer, **verdict, **ended})
+    return rows
 
 
 def one_step(
@@ -136,9 +115,7 @@ def one_step(
 
     While the critic is pre-trained, the policy stays as it is.
     """
-    watch = metrics.Stopwatch()
-    critic = learner.config.algorithm.critic
-    learned: dict[str, float] = {}
+    watch, critic, learned = metrics.Stopwatch(), learner.config.algorithm.critic, {}
     with watch("step"):
         scored, after = mode.next(engine, at, watch)
         answers, version = scored.rollouts, engine.version
@@ -159,15 +136,14 @@ def one_step(
     trained = int(answers.lengths.sum() + answers.prompt_lengths.sum())
     row = rollout_metrics(scored, version) | learned
     row |= {f"perf/{stage}_s": s for stage, s in seconds.items()}
-    row["lr"] = float(learner.learning_rate(max(0, updates_applied(state.opt_state) - 1)))
     sampling = seconds.get("sampling", seconds["rollout"])
-    row["perf/rollout_tokens_per_s"] = sampled / sampling if sampling else math.nan
-    row["perf/train_tokens_per_s"] = trained / seconds["train"]
-    row["perf/push_bytes"] = float(engine.bytes)
+    row |= {
+        "lr": float(learner.learning_rate(max(0, updates_applied(state.opt_state) - 1))),
+        "perf/rollout_tokens_per_s": sampled / sampling if sampling else math.nan,
+        "perf/train_tokens_per_s": trained / seconds["train"],
+        "perf/push_bytes": float(engine.bytes),
+    }
     return state, engine, after, scored, row
-
-
-# --- the run ------------------------------------------------------------------------------------------------------
 
 
 def train(config: Config, out: Path, *, resume: bool = False, source: Path | None = None) -> None:
@@ -177,52 +153,39 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
             folder.record(config, out, source)
         learner = build(config)
         with jax.set_mesh(learner.mesh):
-            base = None
-            if config.prime is not None:
-                base = sft.prime(config, out / "base", learner.mesh, stopping, print)
-                if base is None:
-                    raise Stopped(stopping())
-            state = fresh_state(learner, base)
+            base = sft.prime(config, out / "base", learner.mesh, stopping) if config.prime else None
+            state, at = fresh_state(learner, base), Position()
             if config.algorithm.needs_reference and state.reference is None:
                 learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
-            checkpoints, at = Checkpoints(out / "checkpoints", config.checkpoint.keep), Position()
-            with contextlib.closing(checkpoints):
-                found = checkpoints.restore(state, print) if resume else None
-                if found:
-                    state, at = found.state, _position(found.step, found.host)
+            with contextlib.closing(Checkpoints(out / "checkpoints", config.checkpoint.keep)) as checkpoints:
+                if resume and (found := checkpoints.restore(state, print)):
+                    state, at = found.state, Position.from_json(found.step, found.host)
                     expected = f"at least {at.step}, the steps that the run has behind it"
                     expect(at.step <= config.total_steps, "--resume: steps", config.steps, expected)
                     folder.compare_machine(found.host.get("machine", {}))
                 if resume:
                     folder.record(config, out, source)
                 learner.tokenizer.save(out / "tokenizer")
-                with metrics.RunLog(out, at.step if found else None) as log:
-                    at = _loop(
-                        learner, state, at, log, checkpoints, stopping, f"{socket.gethostname()}:{out.resolve()}"
-                    )
+                with metrics.RunLog(out, at.step or None) as log:
+                    at = _loop(learner, state, at, log, checkpoints, stopping)
         if at.step < config.total_steps:
             raise Stopped(stopping())
 
 
 def _loop(
-    learner: Learner,
-    state: TrainState,
-    at: Position,
-    log: metrics.RunLog,
-    checkpoints: Checkpoints,
-    stopping: Callable,
-    run: str,
+    learner: Learner, state: TrainState, at: Position, log: metrics.RunLog, checkpoints: Checkpoints, stopping: Callable
 ) -> Position:
-    """Steps until the last one, or until a signal; the position then, whose checkpoint is saved.
-
-    run: what tells this learner from others at a sampler's server, also when it resumes.
-    """
+    """Steps until the last one, or until a signal; the position then, whose checkpoint is saved."""
     config, total, skipped = learner.config, learner.config.total_steps, 0
+    # What tells this learner from others at a sampler's server, also when it resumes
+    run = f"{socket.gethostname()}:{checkpoints.folder.parent}"
     engine, mode = make_engine(learner, state.params, at.step, run), MODES[config.rollout.mode](learner)
 
     def save(wait: bool) -> None:
         if at.step and at.step not in checkpoints.steps():
-            checkpoints.save(at.step, state, _host(config, mode.settled(at, wait)))
+            host = mode.settled(at, wait).to_json()
+            host |= {"seed": config.seed, "config": configs.to_json(config), "machine": folder.machine()}
+            checkpoints.save(at.step, state, host)
 
     try:
         with metrics.Progress(total - at.step, "training") as progress:
@@ -240,7 +203,7 @@ def _loop(
                 progress.line(metrics.step_line(at.step, total, row))
                 progress.advance()
                 if config.abort_after and skipped == config.abort_after:
-                    raise Diverged(_divergence(row, at.step, skipped, checkpoints.steps()))
+                    raise Diverged(row, at.step, skipped, checkpoints.steps())
                 if at.step % config.checkpoint.every == 0 and not skipped:
                     save(True)
         save(True)
@@ -262,13 +225,12 @@ def _loop(
 class Diverged(RuntimeError):
     """Too many steps in a row changed nothing."""
 
-
-def _divergence(row: dict[str, float], step: int, skipped: int, saved: list[int]) -> str:
-    names = [n for n in ("loss", "grad_norm", "critic/loss", "critic/grad_norm") if not np.isfinite(row.get(n, 0.0))]
-    why = f"{' and '.join(names)} not finite" if names else "no token had weight"
-    good = f"step {saved[-1]}" if saved else "none yet"
-    steps = f"steps {step - skipped + 1} to {step} changed nothing"
-    return f"{steps} ({why}): abort_after = {skipped}. Last checkpoint: {good}"
+    def __init__(self, row: dict[str, float], step: int, skipped: int, saved: list[int]):
+        measured = ("loss", "grad_norm", "critic/loss", "critic/grad_norm")
+        names = [n for n in measured if not np.isfinite(row.get(n, 0.0))]
+        why = f"{' and '.join(names)} not finite" if names else "no token had weight"
+        steps = f"steps {step - skipped + 1} to {step} changed nothing ({why}): abort_after = {skipped}."
+        super().__init__(f"{steps} Last checkpoint: {f'step {saved[-1]}' if saved else 'none yet'}")
 
 
 def _measure_base(learner: Learner, engine: Any, log: metrics.RunLog) -> str:
@@ -278,20 +240,19 @@ def _measure_base(learner: Learner, engine: Any, log: metrics.RunLog) -> str:
     """
     row, rewards = _evaluated(learner, engine)
     log.log(0, row)
-    a, size = learner.config.algorithm, learner.config.rollout.group_size
     line = f"base policy: held-out accuracy {row['eval/accuracy']:.1%}"
     if row["eval/accuracy"] > 0:
         return line
-    line += f" (0 of {len(rewards)}): there may be nothing to learn from"
+    a, size, n = learner.config.algorithm, learner.config.rollout.group_size, len(rewards)
     shaped = a.shaping.reward or a.shaping.format_reward or a.shaping.length_reward
-    parts = [rewards[i : i + size] for i in range(0, len(rewards) - size + 1, size)]
+    parts = [rewards[i : i + size] for i in range(0, n - size + 1, size)]
     passes = lambda part: groups.passes_filter(a.group_filter, part, np.array([r.value for r in part], np.float32))
-    if len(rewards) >= SURE and a.prompts.resample and not shaped and not any(map(passes, parts)):
+    if n >= SURE and a.prompts.resample and not shaped and not any(map(passes, parts)):
         raise RuntimeError(
-            f"base policy: 0 of {len(rewards)} held-out answers are correct, and algorithm.group_filter keeps no group "
-            "of such: nothing to learn from; expected easier problems, a base policy (prime), or no group filter"
+            f"base policy: 0 of {n} held-out answers are correct, and algorithm.group_filter keeps no group of such: "
+            "nothing to learn from; expected easier problems, a base policy (prime), or no group filter"
         )
-    return line
+    return f"{line} (0 of {n}): there may be nothing to learn from"
 
 
 def prime_only(config: Config, out: Path, *, source: Path | None = None) -> dict[str, float]:
@@ -301,24 +262,16 @@ def prime_only(config: Config, out: Path, *, source: Path | None = None) -> dict
         learner = build(config)
         learner.tokenizer.save(out / "tokenizer")
         with jax.set_mesh(learner.mesh):
-            base = sft.prime(config, out / "base", learner.mesh, stopping, print)
-            if base is None:
-                raise Stopped(stopping())
+            base = sft.prime(config, out / "base", learner.mesh, stopping)
             return evaluate_policy(learner, make_engine(learner, base))
 
 
 def _evaluated(learner: Learner, engine: Any) -> tuple[dict[str, float], list[Reward]]:
-    e, watch = learner.config.evaluation, metrics.Stopwatch()
-    with watch("eval"):
-        row, _, rewards = evals.evaluate(
-            engine,
-            learner.task,
-            problems=e.problems,
-            samples=e.samples,
-            seed=learner.config.seed,
-            max_prompt_tokens=learner.config.rollout.max_prompt_tokens,
-        )
-    return row | {"perf/eval_s": watch.seconds()["eval"]}, rewards
+    e, seed, longest = learner.config.evaluation, learner.config.seed, learner.config.rollout.max_prompt_tokens
+    asked = {"problems": e.problems, "samples": e.samples, "seed": seed, "max_prompt_tokens": longest}
+    start = time.perf_counter()
+    row, _, rewards = evals.evaluate(engine, learner.task, **asked)
+    return row | {"perf/eval_s": time.perf_counter() - start}, rewards
 
 
 def evaluate_policy(learner: Learner, engine: Any) -> dict[str, float]:
@@ -326,46 +279,16 @@ def evaluate_policy(learner: Learner, engine: Any) -> dict[str, float]:
     return _evaluated(learner, engine)[0]
 
 
-def _host(config: Config, at: Position) -> dict[str, Any]:
-    """The position and the config, as a checkpoint keeps them."""
-    solved = {str(index): list(counts) for index, counts in at.solved.items()}
-    packed = lambda x: base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()
-    answer = lambda a: [packed(a.tokens), packed(a.logp), packed(a.versions), a.finish]
-    pending = [[p.draw, p.index, [answer(a) for a in p.begun]] for p in at.pending]
-    return {
-        "draw": at.draw,
-        "solved": solved,
-        "pending": pending,
-        "seed": config.seed,
-        "config": configs.to_json(config),
-        "machine": folder.machine(),
-    }
-
-
-def _position(step: int, host: dict[str, Any]) -> Position:
-    """The inverse of `_host`."""
-    solved = {int(index): tuple(counts) for index, counts in host["solved"].items()}
-    kinds = (np.int32, np.float32, np.int32)
-    unpacked = lambda x, kind: np.frombuffer(base64.b64decode(x), kind)
-    answer = lambda a: Answer(*(unpacked(x, kind) for x, kind in zip(a, kinds, strict=False)), a[3])
-    pending = tuple(
-        PendingPrompt(draw, index, tuple(answer(a) for a in begun)) for draw, index, begun in host["pending"]
-    )
-    return Position(step, host["draw"], solved, pending)
-
-
 def load_state(run: Path) -> tuple[Learner, TrainState, int]:
     """A run's learner, which samples in this process, and its newest checkpoint with its step."""
-    kept = run / "config.json"
-    if not kept.is_file():
-        raise ValueError(f"run {run}: config.json is missing; expected the folder of a run")
+    expect(run.is_dir(), "run", str(run), "the folder of a run")
+    config, warn = configs.load(run), lambda text: print(text, file=sys.stderr)
     for line in folder.edited(run):
-        print(line, file=sys.stderr)
-    config = configs.load(kept)
+        warn(line)
     learner = build(replace(config, rollout=replace(config.rollout, servers=())))
     with jax.set_mesh(learner.mesh):
         checkpoints = Checkpoints(run / "checkpoints", read_only=True)
-        found = checkpoints.restore(fresh_state(learner), lambda text: print(text, file=sys.stderr))
+        found = checkpoints.restore(fresh_state(learner), warn)
     if found is None:
         raise ValueError(f"run {run}: no checkpoint; expected one under {run / 'checkpoints'}")
     return learner, found.state, found.step

@@ -148,6 +148,7 @@ class ScoredBatch:
     all_rollouts: Rollouts  # rejected groups included
     all_rewards: tuple[Reward, ...]
     all_kept: np.ndarray  # bool
+    all_prompts: tuple[PendingPrompt, ...] = ()  # with their groups
     unfinished: tuple[PendingPrompt, ...] = ()  # prompts handed out whose answers are not among these
     stale: int = 0  # groups dropped because too old
     old_logp: np.ndarray | None = None  # float32 [B,T]: from the sampler's own kernels, in place of the learner's
@@ -224,9 +225,8 @@ def scored_batch(
     whole = concatenated([j.rollouts for j in chosen])
     all_rollouts = whole if len(chosen) == len(judged) else concatenated([j.rollouts for j in judged])
     shaped = np.concatenate([j.shaped for j in chosen])
-    return ScoredBatch(
-        whole, rewards(chosen), shaped, kept(chosen), all_rollouts, rewards(judged), kept(judged), tuple(unfinished)
-    )
+    everything = all_rollouts, rewards(judged), kept(judged), tuple(j.prompt for j in judged)
+    return ScoredBatch(whole, rewards(chosen), shaped, kept(chosen), *everything, tuple(unfinished))
 
 
 def passes_filter(keep: Callable | None, rewards: Sequence[Reward], shaped: np.ndarray) -> bool:

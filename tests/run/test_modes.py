@@ -128,8 +128,8 @@ def test_a_checkpoint_keeps_what_is_pending():
     learner, seen = run("sync", steps=2, budget=4)
     at = seen[-1][1]
     assert any(a.finish == CANCELLED for asked in at.pending for a in asked.begun)
-    kept = json.loads(json.dumps(trainer._host(learner.config, at)))
-    again = trainer._position(at.step, kept)
+    kept = json.loads(json.dumps(at.to_json()))
+    again = Position.from_json(at.step, kept)
     assert (again.step, again.draw) == (at.step, at.draw)
     for a, b in zip(at.pending, again.pending, strict=True):
         assert (a.draw, a.index) == (b.draw, b.index)
@@ -181,12 +181,12 @@ def test_one_batch_ahead_resumes_bit_for_bit(budget):
         for resumed in (False, True):
             if resumed:
                 params, host = kept
-                state, at = params, trainer._position(2, json.loads(json.dumps(host)))
+                state, at = params, Position.from_json(2, json.loads(json.dumps(host)))
             engine, feed, run = trainer.make_engine(learner, state.params, at.step), MODES["ahead"](learner), []
             while at.step < 5:
                 state, engine, at, batch, row = trainer.one_step(learner, state, engine, at, feed)
                 if at.step == 2:
-                    kept = jax.tree.map(np.array, state), trainer._host(learner.config, feed.settled(at))
+                    kept = jax.tree.map(np.array, state), feed.settled(at).to_json()
                 run.append((batch, at, {k: v for k, v in row.items() if not k.startswith("perf/")}))
             feed.close()
             runs.append(run[-3:])
@@ -214,7 +214,7 @@ def test_all_the_time_a_checkpoint_keeps_the_answers_that_are_finished():
         feed.close()
         at = feed.settled(at)
         again = MODES["async"](learner)
-        batch, _ = again.next(engine, trainer._position(1, trainer._host(config, at)), metrics.Stopwatch())
+        batch, _ = again.next(engine, Position.from_json(1, at.to_json()), metrics.Stopwatch())
         again.close()
     for draw, rollouts in ready.items():
         assert [a.tokens.tolist() for a in begun[draw]] == [
