@@ -29,9 +29,8 @@ Metrics = dict[str, Array]
 
 def init_state(config: transformer.ModelConfig, tx: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
     """Random parameters and the optimiser's first state; each device of the mesh makes its own shards."""
-    return jax.jit(partial(_initial_state, config, tx), out_shardings=state_shardings(config, tx, mesh))(
-        jax.random.key(seed)
-    )
+    init = jax.jit(partial(_initial_state, config, tx), out_shardings=state_shardings(config, tx, mesh))
+    return init(jax.random.key(seed))
 
 
 def state_shardings(config: transformer.ModelConfig, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
@@ -60,8 +59,7 @@ def response_hidden(config: transformer.ModelConfig, params: Any, batch: Batch) 
 
     A row of the model is a prompt with all its answers: [prefix | answer 0 | … | answer G-1].
     """
-    prompts, size = batch.prefix.shape
-    rows, length = batch.inputs.shape
+    (prompts, size), (rows, length) = batch.prefix.shape, batch.inputs.shape
     group = rows // prompts
     tokens = jnp.concatenate([batch.prefix, batch.inputs.reshape(prompts, group * length)], axis=1)
     answers = batch.prefix_lengths[:, None] + jnp.tile(jnp.arange(length), group)[None]
@@ -84,9 +82,8 @@ def make_logprobs(config: transformer.ModelConfig, temperature: float, micro_bat
 
     @jax.jit
     def logprobs(params: Any, batch: Batch) -> tuple[Array, Array]:
-        out = jax.lax.map(
-            lambda b: response_logprobs(config, params, b, temperature), split_batch(batch, micro_batches)
-        )
+        parts = split_batch(batch, micro_batches)
+        out = jax.lax.map(lambda b: response_logprobs(config, params, b, temperature), parts)
         return jax.tree.map(lambda x: merge_parts(x, batch.prefix.shape[0]), out)
 
     # What the model reads, and no more: jit would compile anew when an array that it does not read is added.

@@ -58,20 +58,14 @@ def in_dtype(x: Array, dtype: str, width_axis: int) -> Cached:
     return quantize(x, width_axis) if dtype == "int8" else x.astype(dtype)
 
 
-def zeros(shape: tuple[int, ...], dtype: str, width_axis: int) -> Cached:
-    """Keys or values before anything is written."""
-    x = jnp.zeros(shape, dtype)
-    scales = [1 if i == width_axis else n for i, n in enumerate(shape)]
-    return Quantized(x, jnp.zeros(scales)) if dtype == "int8" else x
+def like(old: Cached, new: Array, width_axis: int) -> Cached:
+    """New keys or values as the cache keeps the old ones."""
+    return in_dtype(new, jax.tree.leaves(old)[0].dtype.name, width_axis)
 
 
 def token_capacity(values: Cached) -> int:
     """S of prefixes, T of suffixes."""
     return jax.tree.leaves(values)[0].shape[VALUES_TOKENS]
-
-
-def dtype_of(x: Cached) -> str:
-    return jax.tree.leaves(x)[0].dtype.name
 
 
 def _softmax_parts(
@@ -118,7 +112,7 @@ def decode(view: View) -> Attend:
 
     def write(old: Cached, new: Array, width_axis: int, token_axis: int) -> Cached:
         put = lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, view.column, axis=token_axis)
-        return jax.tree.map(put, old, in_dtype(new, dtype_of(old), width_axis))
+        return jax.tree.map(put, old, like(old, new, width_axis))
 
     def attend(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
         rows, _, heads, width = q.shape  # [N,1,H,C]
@@ -130,9 +124,8 @@ def decode(view: View) -> Attend:
         )
         q = q.reshape(rows, kv, heads // kv, width)
         prefix, prefix_total, prefix_top = _prefix_softmax_parts(q, cache, view)
-        suffix, suffix_total, suffix_top = _softmax_parts(
-            q, cache.suffix_k, cache.suffix_v, view.visible[:, None, None]
-        )
+        visible = view.visible[:, None, None]
+        suffix, suffix_total, suffix_top = _softmax_parts(q, cache.suffix_k, cache.suffix_v, visible)
         top = jnp.maximum(prefix_top, suffix_top)
         a, b = jnp.exp(prefix_top - top), jnp.exp(suffix_top - top)
         out = (prefix * a + suffix * b) / (prefix_total * a + suffix_total * b)

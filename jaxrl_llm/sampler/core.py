@@ -7,7 +7,8 @@ is drawn like all others. In decoding step s every row writes column s mod T; `s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -104,8 +105,7 @@ def prefill(
 ) -> Prefilled:
     """Keys and values of prompts, without their last token and right-padded, and of the inputs of begun answers.
 
-    begun: what each answer has been fed, which for n tokens is the prompt's last and its own first n−1. U is 0 when no
-    answer was begun.
+    begun: what each answer has been fed: the prompt's last token and all its own but the last. U is 0 if none was.
     """
     model, blocks = _blocks(config, params)
     (m, size), (_, group, fed) = prefix.shape, begun.shape
@@ -115,34 +115,31 @@ def prefill(
     inner = attention.grouped(lengths, size, group) if fed else lambda q, k, v, _: (attention.causal(q, k, v), None)
     attend = lambda q, k, v, _: (inner(q, k, v, None)[0], (k, v))
     x = model.embedded(jnp.concatenate([prefix, begun.reshape(m, group * fed)], axis=1))
+    stored = lambda k, v: (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
     prefixes, suffixes = [], []
     for block in blocks:
-        x, (k, v) = block(x, angles, attend, None)
-        answers = [y[:, size:].reshape(m * group, fed, *y.shape[2:]) for y in (k, v)]
-        prefixes.append((k[:, :size].transpose(0, 2, 3, 1), v[:, :size].swapaxes(1, 2)))
-        suffixes.append((answers[0].transpose(0, 2, 3, 1), answers[1].swapaxes(1, 2)))
+        x, kv = block(x, angles, attend, None)
+        prefixes.append(stored(*(y[:, :size] for y in kv)))
+        suffixes.append(stored(*(y[:, size:].reshape(m * group, fed, *y.shape[2:]) for y in kv)))
     return Prefilled(tuple(prefixes), tuple(suffixes))
 
 
-def init_prefixes(config: transformer.ModelConfig, kv_dtype: str, prefixes: int, size: int) -> Prefixes:
-    """Empty prefixes for prompts of up to `size` + 1 tokens. kv_dtype: of keys and values."""
-    return Prefixes(init_suffixes(config, kv_dtype, prefixes, size), _split(jnp.zeros(prefixes, jnp.int32)))
+def init(
+    config: transformer.ModelConfig, kv_dtype: str, prefixes: int, size: int, rows: int, columns: int
+) -> DecodeState:
+    """Prefixes of up to `size` tokens and rows of up to `columns`, all empty. kv_dtype: of keys and values."""
 
+    def empty(n: int, tokens: int) -> KeysValues:
+        zeros = lambda *shape: jnp.zeros((n, config.kv_heads, *shape))
+        keys = lambda: _split(cache.in_dtype(zeros(config.head_width, tokens), kv_dtype, KEYS_WIDTH))
+        values = lambda: _split(cache.in_dtype(zeros(tokens, config.head_width), kv_dtype, VALUES_WIDTH))
+        return tuple((keys(), values()) for _ in range(config.layers))
 
-def init_suffixes(config: transformer.ModelConfig, kv_dtype: str, rows: int, columns: int) -> KeysValues:
-    """Keys and values that are all 0, for answers of up to `columns` tokens."""
-    kv, width = config.kv_heads, config.head_width
-    keys = lambda: _split(cache.zeros((rows, kv, width, columns), kv_dtype, KEYS_WIDTH))
-    values = lambda: _split(cache.zeros((rows, kv, columns, width), kv_dtype, VALUES_WIDTH))
-    return tuple((keys(), values()) for _ in range(config.layers))
-
-
-def init_answers(rows: int) -> Answers:
-    """Rows without an answer."""
-    zeros = lambda dtype=jnp.int32: _split(jnp.zeros(rows, dtype))
+    zeros = lambda n=rows, dtype=jnp.int32: _split(jnp.zeros(n, dtype))
     keys = _split(jnp.broadcast_to(jax.random.key(0), rows))
-    draw = Draw(keys, zeros(jnp.float32), zeros(), zeros(jnp.float32))
-    return Answers(jnp.int32(0), zeros(), zeros(), zeros(), zeros(bool), draw)
+    draw = Draw(keys, zeros(dtype=jnp.float32), zeros(), zeros(dtype=jnp.float32))
+    answers = Answers(jnp.int32(0), zeros(), zeros(), zeros(), zeros(dtype=bool), draw)
+    return DecodeState(Prefixes(empty(prefixes, size), zeros(prefixes)), empty(rows, columns), answers)
 
 
 def _split(tree: Any) -> Any:
@@ -150,20 +147,28 @@ def _split(tree: Any) -> Any:
     return jax.tree.map(lambda x: constrain(x, "batch", *(("kv_heads",) if x.ndim > 1 else ())), tree)
 
 
+def _each(change: Callable[..., Cached], kv: KeysValues, *new: tuple) -> KeysValues:
+    """`change` of all keys and values, beside the new ones if any; it gets their axes of width and tokens too."""
+    axes = (KEYS_WIDTH, KEYS_TOKENS), (VALUES_WIDTH, VALUES_TOKENS)
+    layers = zip(kv, *new, strict=True)
+    return tuple(tuple(change(*x, *axes[i]) for i, x in enumerate(zip(*layer, strict=True))) for layer in layers)
+
+
+def _put(old: Cached, new: Array, rows: Int[Array, " Q"], width_axis: int) -> Cached:
+    """New keys or values in the rows of old ones, as far as they go."""
+
+    def put(a: Array, b: Array) -> Array:
+        b = jnp.pad(b, [(0, 0), *((0, n - m) for n, m in zip(a.shape[1:], b.shape[1:], strict=True))])
+        return a.at[rows].set(b, mode="drop")
+
+    return jax.tree.map(put, old, cache.like(old, new, width_axis))
+
+
 def insert_prefixes(
     prefixes: Prefixes, filled: KeysValues, lengths: Int[Array, " M"], into: Int[Array, " M"]
 ) -> Prefixes:
     """Put M prefilled prompts into the prefixes numbered `into`; a number past the end is dropped (padding)."""
-
-    def put(old: Cached, new: Array, width_axis: int) -> Cached:
-        new = cache.in_dtype(new, cache.dtype_of(old), width_axis)
-        grown = lambda a, b: jnp.pad(b, [(0, 0), *((0, n - m) for n, m in zip(a.shape[1:], b.shape[1:], strict=True))])
-        return jax.tree.map(lambda a, b: a.at[into].set(grown(a, b), mode="drop"), old, new)
-
-    kv = tuple(
-        (put(keys, k, KEYS_WIDTH), put(values, v, VALUES_WIDTH))
-        for (keys, values), (k, v) in zip(prefixes.kv, filled, strict=True)
-    )
+    kv = _each(lambda old, new, width_axis, _: _put(old, new, into, width_axis), prefixes.kv, filled)
     return Prefixes(kv, prefixes.lengths.at[into].set(lengths, mode="drop"))
 
 
@@ -180,20 +185,18 @@ def insert_rows(answers: Answers, rows: Rows) -> Answers:
     )
 
 
-def insert_suffixes(suffixes: KeysValues, step: Int[Array, ""], rows: Rows, filled: KeysValues) -> KeysValues:
-    """Put the keys and values [Q,K,C,U], [Q,K,U,C] of what continued answers have been fed into their rows."""
+def insert_suffixes(
+    suffixes: KeysValues, step: Int[Array, ""], rows: Int[Array, " Q"], count: Int[Array, " Q"], filled: KeysValues
+) -> KeysValues:
+    """Put the keys and values [Q,K,C,U], [Q,K,U,C] of answers with `count` tokens into their rows."""
     columns = token_capacity(suffixes[0][1])
-    token = (jnp.arange(columns)[None] - (step - rows.count)[:, None]) % columns  # [Q,T]: the one that a column holds
+    token = (jnp.arange(columns)[None] - (step - count)[:, None]) % columns  # [Q,T]: the one that a column holds
 
     def put(old: Cached, new: Array, width_axis: int, token_axis: int) -> Cached:
         index = jnp.expand_dims(jnp.minimum(token, new.shape[token_axis] - 1), (1, width_axis))
-        new = cache.in_dtype(jnp.take_along_axis(new, index, axis=token_axis), cache.dtype_of(old), width_axis)
-        return jax.tree.map(lambda a, b: a.at[rows.row].set(b, mode="drop"), old, new)
+        return _put(old, jnp.take_along_axis(new, index, axis=token_axis), rows, width_axis)
 
-    return tuple(
-        (put(keys, k, KEYS_WIDTH, KEYS_TOKENS), put(values, v, VALUES_WIDTH, VALUES_TOKENS))
-        for (keys, values), (k, v) in zip(suffixes, filled, strict=True)
-    )
+    return _each(put, suffixes, filled)
 
 
 def repack_prefixes(prefixes: Prefixes, source: Int[Array, " R'"], size: int) -> Prefixes:
@@ -203,8 +206,7 @@ def repack_prefixes(prefixes: Prefixes, source: Int[Array, " R'"], size: int) ->
         x = jax.lax.slice_in_dim(x[jnp.maximum(source, 0)], 0, min(size, x.shape[token_axis]), axis=token_axis)
         return _split(jnp.pad(x, [(0, size - n if i == token_axis else 0) for i, n in enumerate(x.shape)]))
 
-    move = lambda x, token_axis: jax.tree.map(lambda y: moved(y, token_axis), x)
-    kv = tuple((move(k, KEYS_TOKENS), move(v, VALUES_TOKENS)) for k, v in prefixes.kv)
+    kv = _each(lambda x, _, token_axis: jax.tree.map(lambda y: moved(y, token_axis), x), prefixes.kv)
     return Prefixes(kv, _split(prefixes.lengths[jnp.maximum(source, 0)]))
 
 
@@ -219,15 +221,13 @@ def repack_suffixes(suffixes: KeysValues, step: Int[Array, ""], source: Int[Arra
             return _split(jnp.concatenate([x] * (columns // old_columns), axis=token_axis))
         return _split(jnp.take(x, (step - 1 - age) % old_columns, axis=token_axis))
 
-    move = lambda x, token_axis: jax.tree.map(lambda y: moved(y, token_axis), x)
-    return tuple((move(k, KEYS_TOKENS), move(v, VALUES_TOKENS)) for k, v in suffixes)
+    return _each(lambda x, _, token_axis: jax.tree.map(lambda y: moved(y, token_axis), x), suffixes)
 
 
 def repack_answers(answers: Answers, source: Int[Array, " N'"]) -> Answers:
     """Answers in other rows: new row n is old row source[n], and empty if that is negative."""
-    rows = {f.name: getattr(answers, f.name) for f in fields(answers) if f.name != "step"}
-    rows = jax.tree.map(lambda x: _split(x[jnp.maximum(source, 0)]), rows)
-    return Answers(answers.step, **rows | {"live": rows["live"] & (source >= 0)})
+    rows = jax.tree.map(lambda x: _split(x[jnp.maximum(source, 0)]), replace(answers, step=None))
+    return replace(rows, step=answers.step, live=rows.live & (source >= 0))
 
 
 def decode_k(
