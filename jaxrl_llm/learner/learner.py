@@ -86,15 +86,11 @@ def fresh_state(learner: Learner, base: Any = None) -> TrainState:
     """The state at step 0: random parameters, or those of a base policy; critic, memory and reference where used."""
     config, a = learner.config, learner.config.algorithm
     state = init_state(config.model, learner.tx, config.seed, learner.mesh)
-    if base is not None:
-        state = replace(state, params=base)
-    if learner.critic is not None:
-        state = replace(state, critic=learner.critic.init(state.params))
-    if a.memory is not None:
-        state = replace(state, memory=call(a.memory, {"n_prompts": len(learner.task.train)}))
-    if a.needs_reference and a.kl_refresh:
-        state = replace(state, reference=jax.tree.map(jnp.copy, state.params))  # a step donates its parameters
-    return state
+    params = state.params if base is None else base
+    value = None if learner.critic is None else learner.critic.init(params)
+    memory = None if a.memory is None else call(a.memory, {"n_prompts": len(learner.task.train)})
+    reference = jax.tree.map(jnp.copy, params) if a.needs_reference and a.kl_refresh else None  # a step donates them
+    return TrainState(params, state.opt_state, state.step, value, memory, reference)
 
 
 def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], step: int) -> np.ndarray:
@@ -106,12 +102,8 @@ def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], ste
     values = np.array([r.value for r in rewards], np.float32)
     if shaping.signed_reward:
         values = 2 * values - 1
-    have = {
-        "rewards": values,
-        "n_tokens": answers.lengths,
-        "correct": np.array([r.correct for r in rewards]),
-        "max_len": config.rollout.max_response_tokens,
-    }
+    have = {"rewards": values, "n_tokens": answers.lengths, "max_len": config.rollout.max_response_tokens}
+    have["correct"] = np.array([r.correct for r in rewards])
     if shaping.reward is not None:
         if wants(shaping.reward, "n_gold"):
             have["n_gold"] = np.repeat([p.meta["n_gold"] for p in answers.prompts], answers.group_size)
@@ -146,14 +138,8 @@ def assign_advantages(
         kl = losses.kl(batch.old_logp, batch.ref_logp, generated, a.kl)
     per_token = wants(a.token_advantage, "kl") or (a.critic is not None and wants(a.token_advantage, "rewards"))
     penalized = rewards if per_token else rewards - a.kl_coef * kl.sum(axis=1)
-    have = {
-        "rewards": penalized.reshape(groups),
-        "lengths": lengths.reshape(groups),
-        "mask": batch.mask.reshape(*groups, -1),
-        "prompt_ids": prompt_ids,
-        "state": memory,
-        "kept": kept,
-    }
+    have = {"rewards": penalized.reshape(groups), "lengths": lengths.reshape(groups), "kept": kept}
+    have |= {"mask": batch.mask.reshape(*groups, -1), "prompt_ids": prompt_ids, "state": memory}
     adv = call(a.advantage, have)
     if a.memory is not None:
         adv, memory = adv
@@ -178,9 +164,8 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
     a, answers = learner.config.algorithm, scored.rollouts
     shape = batching.bucket(int(answers.prompt_lengths.max()) - 1), batching.bucket(int(answers.lengths.max()))
     split_rows = sharding.batch_sharding(learner.mesh)
-    batch = batching.make_batch(
-        answers, shape=shape, drop_truncated=a.prompts.overlong_filter, kept=scored.kept, sharding=split_rows
-    )
+    masked = {"drop_truncated": a.prompts.overlong_filter, "kept": scored.kept}
+    batch = batching.make_batch(answers, shape=shape, sharding=split_rows, **masked)
     if a.nll_coef:
         batch = replace(batch, correct=jax.device_put(np.array([r.correct for r in scored.rewards]), split_rows))
     if a.bypass:

@@ -256,9 +256,8 @@ class Client:
             for server in self._servers:
                 server.loaded, server.refusal, server.failures = None, None, 0
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: all(s.loaded or s.refusal or s.failures for s in self._servers) or self._closed
-            )
+            tried = lambda: all(s.loaded or s.refusal or s.failures for s in self._servers)
+            self._changed.wait_for(lambda: tried() or self._closed)
             self._raise()
             reached = sum(s.loaded is not None for s in self._servers)
         return {"seconds": time.monotonic() - start, "bytes": float(reached * wire.size(leaves))}
@@ -277,8 +276,7 @@ class Client:
         """While the client is open: see that the server answers, has the newest weights and knows that we are here."""
         while True:
             with self._changed:
-                due = lambda: self._closed or (server.refusal is None and self._behind(server))
-                self._changed.wait_for(due, wire.LEARNER_S / 3)
+                self._changed.wait_for(lambda: self._closed or self._behind(server), wire.LEARNER_S / 3)
                 if self._closed:
                     return
                 newest, loaded = self._newest, server.loaded
@@ -301,7 +299,8 @@ class Client:
                     self._changed.notify_all()
 
     def _behind(self, server: _Server) -> bool:
-        return not server.up or (self._newest is not None and server.loaded is None)
+        lacks_weights = self._newest is not None and server.loaded is None
+        return server.refusal is None and (lacks_weights or not server.up)
 
     def _pause(self, server: _Server, error: grpc.RpcError) -> None:
         """Wait before the next attempt to reach a server, unless there are new weights before."""
@@ -401,5 +400,5 @@ class RemoteEngine:
 
 def named(params: Any) -> dict[str, Any]:
     """The leaves of a tree by their paths, on the host."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return dict(zip([jax.tree_util.keystr(p) for p, _ in leaves], jax.device_get([x for _, x in leaves]), strict=True))
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(params))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

@@ -18,13 +18,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models import attention, transformer
 from jaxrl_llm.models.logprobs import tempered_logits
+from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel.sharding import constrain
 from jaxrl_llm.sampler import cache
 from jaxrl_llm.sampler.cache import KEYS_TOKENS, KEYS_WIDTH, VALUES_TOKENS, VALUES_WIDTH, Cached, token_capacity
 from jaxrl_llm.sampler.quantize import dequantized
 from jaxrl_llm.sampler.sampling import Draw, sample
 
-KeysValues = tuple[tuple[Cached, Cached], ...]  # of each layer
+KeysValues = tuple[cache.Layer, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -59,13 +60,6 @@ class DecodeState:
     answers: Answers
 
 
-class Prefilled(NamedTuple):
-    """Keys and values of M prompts, and of the U tokens that each of their G answers has been fed already."""
-
-    prefixes: KeysValues  # [M,K,C,S], [M,K,S,C]
-    suffixes: KeysValues  # [M·G,K,C,U], [M·G,K,U,C]
-
-
 class Rows(NamedTuple):
     """Q answers to be inserted; one whose row number is past the end is dropped (padding)."""
 
@@ -85,7 +79,7 @@ class Drawn(NamedTuple):
     live: Bool[Array, " N"]  # there is more to be drawn
 
 
-def _blocks(config: transformer.ModelConfig, params: Any) -> tuple[transformer.Transformer, list[transformer.Block]]:
+def _blocks(config: ModelConfig, params: Any) -> tuple[transformer.Transformer, list[transformer.Block]]:
     """The model and its blocks one by one, for params whose layers are a list (see `weights.push`)."""
     model = nnx.eval_shape(lambda: transformer.Transformer(config, nnx.Rngs(0)))
     graph = nnx.split(model.layers)[0]
@@ -97,36 +91,30 @@ def _blocks(config: transformer.ModelConfig, params: Any) -> tuple[transformer.T
 
 
 def prefill(
-    config: transformer.ModelConfig,
-    params: Any,
-    prefix: Int[Array, "M S"],
-    lengths: Int[Array, " M"],
-    begun: Int[Array, "M G U"],
-) -> Prefilled:
-    """Keys and values of prompts, without their last token and right-padded, and of the inputs of begun answers.
+    config: ModelConfig, params: Any, prefix: Int[Array, "M S"], lengths: Int[Array, " M"], fed: Int[Array, "M G U"]
+) -> tuple[KeysValues, KeysValues]:
+    """Keys and values of M prompts, without their last tokens and right-padded, and of what M·G answers were fed.
 
-    begun: what each answer has been fed: the prompt's last token and all its own but the last. U is 0 if none was.
+    fed: to each begun answer, the prompt's last token and all its own but the last. U is 0 if none was begun.
     """
     model, blocks = _blocks(config, params)
-    (m, size), (_, group, fed) = prefix.shape, begun.shape
-    behind_prompt = lengths[:, None] + jnp.tile(jnp.arange(fed), group)[None]
+    (m, size), (_, group, n) = prefix.shape, fed.shape
+    behind_prompt = lengths[:, None] + jnp.tile(jnp.arange(n), group)[None]
     positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (m, size)), behind_prompt], axis=1)
     angles = transformer.rope(positions, config)
-    inner = attention.grouped(lengths, size, group) if fed else lambda q, k, v, _: (attention.causal(q, k, v), None)
+    inner = attention.grouped(lengths, size, group) if n else lambda q, k, v, _: (attention.causal(q, k, v), None)
     attend = lambda q, k, v, _: (inner(q, k, v, None)[0], (k, v))
-    x = model.embedded(jnp.concatenate([prefix, begun.reshape(m, group * fed)], axis=1))
+    x = model.embedded(jnp.concatenate([prefix, fed.reshape(m, group * n)], axis=1))
     stored = lambda k, v: (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
     prefixes, suffixes = [], []
     for block in blocks:
         x, kv = block(x, angles, attend, None)
         prefixes.append(stored(*(y[:, :size] for y in kv)))
-        suffixes.append(stored(*(y[:, size:].reshape(m * group, fed, *y.shape[2:]) for y in kv)))
-    return Prefilled(tuple(prefixes), tuple(suffixes))
+        suffixes.append(stored(*(y[:, size:].reshape(m * group, n, *y.shape[2:]) for y in kv)))
+    return tuple(prefixes), tuple(suffixes)
 
 
-def init(
-    config: transformer.ModelConfig, kv_dtype: str, prefixes: int, size: int, rows: int, columns: int
-) -> DecodeState:
+def init(config: ModelConfig, kv_dtype: str, prefixes: int, size: int, rows: int, columns: int) -> DecodeState:
     """Prefixes of up to `size` tokens and rows of up to `columns`, all empty. kv_dtype: of keys and values."""
 
     def empty(n: int, tokens: int) -> KeysValues:
@@ -231,7 +219,7 @@ def repack_answers(answers: Answers, source: Int[Array, " N'"]) -> Answers:
 
 
 def decode_k(
-    config: transformer.ModelConfig,
+    config: ModelConfig,
     eos_ids: tuple[int, ...],
     filtered: bool,
     params: Any,
@@ -267,8 +255,8 @@ def decode_k(
         here = jax.tree.map(lambda a: a[i][:, None], angles)
         x, new = model.embedded(s.token[:, None]), []
         for block, prefix, suffix in zip(blocks, prefixes.kv, kv, strict=True):
-            x, layer = block(x, here, attend, cache.LayerCache(*prefix, *suffix))
-            new.append((layer.suffix_k, layer.suffix_v))
+            x, suffix = block(x, here, attend, (prefix, suffix))
+            new.append(suffix)
         with jax.named_scope("sample"):
             logits = tempered_logits(model.norm(x)[:, 0], head, 1.0)
             token, logp = sample(logits, s.draw, count, forced[:, i], filtered)

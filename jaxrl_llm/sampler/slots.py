@@ -120,11 +120,8 @@ def _rows_of(answers: dict[int, PartialAnswer], n: int) -> core.Rows:
     """Answers to be inserted into these of n rows. Padded to n, so that there is one program."""
     partials = answers.values()
     requests = [a.request for a in partials]
-    keys = _keys(
-        _padded([r.seed for r in requests], n, np.uint32),
-        _padded([r.draw for r in requests], n, np.uint32),
-        _padded([a.number for a in partials], n, np.uint32),
-    )
+    identity = [r.seed for r in requests], [r.draw for r in requests], [a.number for a in partials]
+    keys = _keys(*(_padded(x, n, np.uint32) for x in identity))
     sampling = lambda name, dtype: _padded([getattr(r.sampling, name) for r in requests], n, dtype)
     return core.Rows(
         _padded(answers, n, fill=n),
@@ -212,11 +209,8 @@ class Slots:
         state = self.state
         if (new.rows, new.columns) != (old.rows, old.columns):
             source, self.rows = self._moved(self.rows, new.rows)
-            state = replace(
-                state,
-                suffixes=_repack_suffixes(state.suffixes, state.answers.step, source, new.columns),
-                answers=_repack_answers(state.answers, source),
-            )
+            suffixes = _repack_suffixes(state.suffixes, state.answers.step, source, new.columns)
+            state = replace(state, suffixes=suffixes, answers=_repack_answers(state.answers, source))
         if (new.prefixes, new.size) != (old.prefixes, old.size):
             source, self.prefixes = self._moved(self.prefixes, new.prefixes)
             state = replace(state, prefixes=_repack_prefixes(state.prefixes, source, new.size))
@@ -282,38 +276,34 @@ class Slots:
         while groups:
             n = 1 if self.config.exact else max(m for m in AT_ONCE if m <= len(groups))
             batch, groups = groups[:n], groups[n:]
-            nothing_begun = np.zeros((sharding.rows(n, self.config.mesh), 1, 0), np.int32)
-            self._prefill_batch(weights, batch, nothing_begun)
+            self._prefill_batch(weights, batch, np.zeros((sharding.rows(n, self.config.mesh), 1, 0), np.int32))
             for group in batch:
                 group.suffixes = ()
 
-    def _prefill_batch(self, weights: SamplerWeights, groups: list[ActiveGroup], begun: np.ndarray) -> core.Prefilled:
-        """Prefill and put the prompts into their prefixes. `groups` are padded to as many rows as `begun` has."""
-        prompts, n = [g.request.prompt[:-1] for g in groups], len(begun)
+    def _prefill_batch(self, weights: SamplerWeights, groups: list[ActiveGroup], fed: np.ndarray) -> core.KeysValues:
+        """Fill the groups' prefixes, padded to as many as `fed` has rows. Returns keys and values of what was fed."""
+        prompts, n = [g.request.prompt[:-1] for g in groups], len(fed)
         size = self.shape.size if self.config.exact else power_of_two(max(map(len, prompts)), MIN_PREFIX)
         tokens = np.zeros((n, size), np.int32)
         for row, prompt in zip(tokens, prompts, strict=False):
             row[: len(prompt)] = prompt
         lengths = _padded([len(p) for p in prompts], n)
-        filled = _prefill(self.config.model, weights.params, tokens, lengths, begun)
+        prefixes, suffixes = _prefill(self.config.model, weights.params, tokens, lengths, fed)
         into = _padded([g.prefix for g in groups], n, fill=len(self.prefixes))
-        prefixes = _insert_prefixes(self.state.prefixes, filled.prefixes, lengths, into)
+        prefixes = _insert_prefixes(self.state.prefixes, prefixes, lengths, into)
         self.state = replace(self.state, prefixes=prefixes)
         self.prefills += len(groups)
-        return filled
+        return suffixes
 
     def _continue(self, weights: SamplerWeights, group: ActiveGroup, row_of: dict[int, int]) -> None:
-        """Put what begun answers have been fed into their rows, `row_of` their numbers.
-
-        The whole group's tokens go through the model once, beside their prompt.
-        """
+        """Put what begun answers were fed into their rows; a whole group and its prompt go through the model once."""
         if group.suffixes is None:
             tokens = [a.tokens if a.open else [] for a in group.answers]
-            begun = np.zeros((self.shards, len(tokens), power_of_two(max(map(len, tokens)), MIN_PREFIX)), np.int32)
-            for row, ids in zip(begun[0], tokens, strict=True):
+            fed = np.zeros((self.shards, len(tokens), power_of_two(max(map(len, tokens)), MIN_PREFIX)), np.int32)
+            for row, ids in zip(fed[0], tokens, strict=True):
                 row[: len(ids)] = [group.request.prompt[-1], *ids][: len(ids)]
-            filled = self._prefill_batch(weights, [group], begun)
-            group.suffixes = jax.tree.map(lambda x: x[: len(tokens)], filled.suffixes)
+            suffixes = self._prefill_batch(weights, [group], fed)
+            group.suffixes = jax.tree.map(lambda x: x[: len(tokens)], suffixes)
         rows = np.array([row_of.get(a.number, len(self.rows)) for a in group.answers], np.int32)
         count, state = np.array([len(a.tokens) for a in group.answers], np.int32), self.state
         suffixes = _insert_suffixes(state.suffixes, state.answers.step, rows, count, group.suffixes)
@@ -344,8 +334,7 @@ class Slots:
                 self.rows[i] = None
                 stopped |= bool(live[i])
         if stopped:
-            live = live & np.array([x is not None for x in self.rows])
-            answers = self.state.answers
+            live, answers = live & np.array([x is not None for x in self.rows]), self.state.answers
             answers = replace(answers, live=jax.device_put(live, answers.live.sharding))
             self.state = replace(self.state, answers=answers)
         # A group that another thread has just cancelled may still have a row, whose prompt has to stay.
