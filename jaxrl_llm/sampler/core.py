@@ -42,7 +42,6 @@ class Prefixes:
 class Answers:
     """How far the answers in N rows have come."""
 
-    step: Int[Array, ""]  # decoding steps so far, the clock of all rows
     start: Int[Array, " N"]  # the step that drew, or would have drawn, the answer's first token
     limit: Int[Array, " N"]  # tokens an answer may have
     token: Int[Array, " N"]  # the next input
@@ -58,6 +57,7 @@ class DecodeState:
     prefixes: Prefixes
     suffixes: KeysValues  # [N,K,C,T], [N,K,T,C]
     answers: Answers
+    step: Int[Array, ""]  # decoding steps so far, the clock of all rows
 
 
 class Rows(NamedTuple):
@@ -126,8 +126,8 @@ def init(config: ModelConfig, kv_dtype: str, prefixes: int, size: int, rows: int
     zeros = lambda n=rows, dtype=jnp.int32: _split(jnp.zeros(n, dtype))
     keys = _split(jnp.broadcast_to(jax.random.key(0), rows))
     draw = Draw(keys, zeros(dtype=jnp.float32), zeros(), zeros(dtype=jnp.float32))
-    answers = Answers(jnp.int32(0), zeros(), zeros(), zeros(), zeros(dtype=bool), draw)
-    return DecodeState(Prefixes(empty(prefixes, size), zeros(prefixes)), empty(rows, columns), answers)
+    answers = Answers(zeros(), zeros(), zeros(), zeros(dtype=bool), draw)
+    return DecodeState(Prefixes(empty(prefixes, size), zeros(prefixes)), empty(rows, columns), answers, jnp.int32(0))
 
 
 def _split(tree: Any) -> Any:
@@ -160,17 +160,10 @@ def insert_prefixes(
     return Prefixes(kv, prefixes.lengths.at[into].set(lengths, mode="drop"))
 
 
-def insert_rows(answers: Answers, rows: Rows) -> Answers:
+def insert_rows(answers: Answers, step: Int[Array, ""], rows: Rows) -> Answers:
     """Begin or continue Q answers."""
-    put = lambda old, new: old.at[rows.row].set(new, mode="drop")
-    return replace(
-        answers,
-        start=put(answers.start, answers.step - rows.count),
-        limit=put(answers.limit, rows.limit),
-        token=put(answers.token, rows.token),
-        live=put(answers.live, rows.count < rows.limit),
-        draw=jax.tree.map(put, answers.draw, rows.draw),
-    )
+    new = Answers(step - rows.count, rows.limit, rows.token, rows.count < rows.limit, rows.draw)
+    return jax.tree.map(lambda old, new: old.at[rows.row].set(new, mode="drop"), answers, new)
 
 
 def insert_suffixes(
@@ -214,8 +207,8 @@ def repack_suffixes(suffixes: KeysValues, step: Int[Array, ""], source: Int[Arra
 
 def repack_answers(answers: Answers, source: Int[Array, " N'"]) -> Answers:
     """Answers in other rows: new row n is old row source[n], and empty if that is negative."""
-    rows = jax.tree.map(lambda x: _split(x[jnp.maximum(source, 0)]), replace(answers, step=None))
-    return replace(rows, step=answers.step, live=rows.live & (source >= 0))
+    answers = jax.tree.map(lambda x: _split(x[jnp.maximum(source, 0)]), answers)
+    return replace(answers, live=answers.live & (source >= 0))
 
 
 def decode_k(
@@ -241,14 +234,15 @@ def decode_k(
     prefixes, answers = state.prefixes, state.answers
     eos = jnp.asarray(eos_ids, jnp.int32)
     lengths = jax.vmap(lambda n, p: n[p // lanes.shape[2]])(prefixes.lengths.reshape(lanes.shape[:2]), lane_of_row)
-    first = lengths.reshape(-1) + answers.step - answers.start
+    first = lengths.reshape(-1) + state.step - answers.start
     # Of all the steps at once: within the loop XLA would compute a cosine and a sine for each head and layer again.
     angles = transformer.rope(first[None] + jnp.arange(steps)[:, None], config)
 
     def one(carry: tuple[Array, KeysValues, Answers, Drawn]) -> tuple[Array, KeysValues, Answers, Drawn]:
         i, kv, s, out = carry
-        count = s.step - s.start  # tokens that a live answer has
-        column = s.step % columns
+        step = state.step + i
+        count = step - s.start  # tokens that a live answer has
+        column = step % columns
         age = (column - jnp.arange(columns)) % columns
         view = cache.View(prefixes.lengths, lanes, lane_of_row, column, age[None] <= count[:, None])
         attend = cache.decode(view)
@@ -263,10 +257,10 @@ def decode_k(
         live = s.live & ~jnp.isin(token, eos) & (count + 1 < s.limit)
         column_of = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], i, axis=1)
         out = Drawn(column_of(out.tokens, token), column_of(out.logp, logp), out.count + s.live, live)
-        return i + 1, tuple(new), replace(s, token=token, live=live, step=s.step + 1), out
+        return i + 1, tuple(new), replace(s, token=token, live=live), out
 
     zeros = lambda dtype: constrain(jnp.zeros((rows, steps), dtype), "batch")
     nothing = Drawn(zeros(jnp.int32), zeros(jnp.float32), jnp.zeros_like(answers.limit), answers.live)
     go = lambda c: (c[0] < steps) & c[2].live.any()
-    _, suffixes, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.suffixes, answers, nothing))
-    return DecodeState(prefixes, suffixes, answers), drawn
+    done, suffixes, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.suffixes, answers, nothing))
+    return DecodeState(prefixes, suffixes, answers, state.step + done), drawn

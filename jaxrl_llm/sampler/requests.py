@@ -119,7 +119,7 @@ class PartialAnswer:
         self.request, self.number, self.script = request, number, script
         begun = request.begun[number] if request.begun else NOTHING
         self.tokens, self.logp, self.versions = begun.tokens.tolist(), begun.logp.tolist(), begun.versions.tolist()
-        self.begun, self.finish = len(self.tokens), begun.finish
+        self._n_begun, self.finish = len(self.tokens), begun.finish
         self._search: StopSearch | None = None
 
     @property
@@ -128,7 +128,7 @@ class PartialAnswer:
         r = self.request
         if self.script:
             return len(self.script)
-        return min(r.max_tokens, self.begun + r.budget) if r.budget else r.max_tokens
+        return min(r.max_tokens, self._n_begun + r.budget) if r.budget else r.max_tokens
 
     @property
     def open(self) -> bool:

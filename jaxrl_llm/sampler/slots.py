@@ -209,7 +209,7 @@ class Slots:
         state = self.state
         if (new.rows, new.columns) != (old.rows, old.columns):
             source, self.rows = self._moved(self.rows, new.rows)
-            suffixes = _repack_suffixes(state.suffixes, state.answers.step, source, new.columns)
+            suffixes = _repack_suffixes(state.suffixes, state.step, source, new.columns)
             state = replace(state, suffixes=suffixes, answers=_repack_answers(state.answers, source))
         if (new.prefixes, new.size) != (old.prefixes, old.size):
             source, self.prefixes = self._moved(self.prefixes, new.prefixes)
@@ -231,9 +231,8 @@ class Slots:
         if self.config.exact and (self.busy or not waiting):
             return
         self._fit(waiting)
-        if self.config.exact:
-            answers = self.state.answers  # an answer's first token goes to column 0
-            self.state = replace(self.state, answers=replace(answers, step=jnp.zeros_like(answers.step)))
+        if self.config.exact:  # an answer's first token goes to column 0
+            self.state = replace(self.state, step=jnp.zeros_like(self.state.step))
         filled: dict[int, PartialAnswer] = {}  # rows
         no_row = []
         while waiting and None in self.rows:
@@ -250,8 +249,8 @@ class Slots:
             if group.begun:
                 self._continue(weights, group, {a.number: row for row, a in filled.items() if a.group is group})
         if filled:
-            rows = _rows_of(filled, len(self.rows))
-            self.state = replace(self.state, answers=_insert_rows(self.state.answers, rows))
+            answers = _insert_rows(self.state.answers, self.state.step, _rows_of(filled, len(self.rows)))
+            self.state = replace(self.state, answers=answers)
 
     def _free_row(self, group: ActiveGroup) -> int | None:
         """A free row in the shard that has the group's prompt, None if there is none.
@@ -306,7 +305,7 @@ class Slots:
             group.suffixes = jax.tree.map(lambda x: x[: len(tokens)], suffixes)
         rows = np.array([row_of.get(a.number, len(self.rows)) for a in group.answers], np.int32)
         count, state = np.array([len(a.tokens) for a in group.answers], np.int32), self.state
-        suffixes = _insert_suffixes(state.suffixes, state.answers.step, rows, count, group.suffixes)
+        suffixes = _insert_suffixes(state.suffixes, state.step, rows, count, group.suffixes)
         self.state = replace(state, suffixes=suffixes)
 
     # --- drawing
