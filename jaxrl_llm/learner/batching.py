@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.objective.token_weights import token_weights
-from jaxrl_llm.types import LENGTH, AnyArray, Batch, Rollouts
+from jaxrl_llm.types import LENGTH, AnyArray, Batch, Rollouts, expect
 
 
 def bucket(n: int, smallest: int = 16) -> int:
@@ -38,8 +38,8 @@ def make_batch(
     """
     size, length = shape
     need = int(rollouts.prompt_lengths.max()) - 1, int(rollouts.lengths.max())
-    if need[0] > size or need[1] > length:
-        raise ValueError(f"shape is {shape}; expected at least {need} tokens of prefix and response")
+    fits = need[0] <= size and need[1] <= length
+    expect(fits, "shape", shape, f"at least {need} tokens of prefix and response")
     fit = lambda x, n: np.pad(x[:, :n], ((0, 0), (0, max(0, n - x.shape[1]))))
     before = np.arange(size) < rollouts.prompt_lengths[:, None] - 1
     last = np.take_along_axis(rollouts.prompt_tokens, rollouts.prompt_lengths[:, None] - 1, axis=1)
@@ -65,11 +65,9 @@ def with_advantages(batch: Batch, adv: Float[AnyArray, "P G"] | Float[AnyArray, 
     """The batch with an advantage per response spread over its tokens, or one per token. ValueError on other shapes."""
     adv = jnp.asarray(adv, jnp.float32)
     prompts, rows = batch.prefix.shape[0], batch.mask.shape[0]
-    if adv.shape not in ((prompts, rows // prompts), batch.mask.shape):
-        raise ValueError(f"adv.shape is {adv.shape}; expected {(prompts, rows // prompts)} or {batch.mask.shape}")
-    if adv.shape != batch.mask.shape:
-        adv = jnp.broadcast_to(adv.reshape(-1, 1), batch.mask.shape)
-    return replace(batch, adv=jnp.where(batch.mask, adv, 0.0))
+    groups, tokens = (prompts, rows // prompts), batch.mask.shape
+    expect(adv.shape in (groups, tokens), "adv.shape", adv.shape, f"{groups} or {tokens}")
+    return replace(batch, adv=jnp.where(batch.mask, adv if adv.shape == tokens else adv.reshape(-1, 1), 0.0))
 
 
 def with_weights(
@@ -88,13 +86,9 @@ def with_weights(
     """
     group = batch.inputs.shape[0] // batch.prefix.shape[0]
     counted = batch.mask & phase if phase is not None and phase_weights == "phase" else batch.mask
-    weights = token_weights(counted, norm, group_size=group, max_len=max_len)
-    if phase is not None:
-        weights = jnp.where(phase, weights, 0.0)
-    nll_weights = None
-    if nll:
-        nll_weights = token_weights(batch.mask & batch.correct[:, None], "token")
-        nll_weights = nll_weights if phase is None else jnp.where(phase, nll_weights, 0.0)
+    in_phase = lambda weights: weights if phase is None else jnp.where(phase, weights, 0.0)
+    weights = in_phase(token_weights(counted, norm, group_size=group, max_len=max_len))
+    nll_weights = in_phase(token_weights(batch.mask & batch.correct[:, None], "token")) if nll else None
     return replace(batch, weights=weights, nll_weights=nll_weights)
 
 
@@ -109,8 +103,7 @@ def split_batch(batch: Batch, parts: int) -> Batch:
         raise ValueError(f"parts={parts}: does not divide the {prompts} prompts of the batch")
 
     def one(x: Array) -> Array:
-        rows = x.shape[0] // prompts  # a prompt's: 1, or the group's size
-        y = x.reshape(prompts // parts, parts, rows, *x.shape[1:]).swapaxes(0, 1)
+        y = x.reshape(prompts // parts, parts, x.shape[0] // prompts, *x.shape[1:]).swapaxes(0, 1)
         return y.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
     return jax.tree.map(one, batch)

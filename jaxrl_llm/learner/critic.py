@@ -9,14 +9,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.lax import stop_gradient
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
+from optax import GradientTransformation
 
 from jaxrl_llm.learner.batching import merge_parts, split_batch
-from jaxrl_llm.learner.train_step import Metrics, accumulate, apply_gradients, response_hidden, train_state_shardings
+from jaxrl_llm.learner.train_step import (
+    Metrics,
+    accumulate,
+    apply_gradients,
+    first_state,
+    response_hidden,
+    train_state_shardings,
+)
 from jaxrl_llm.models import transformer
+from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import losses
 from jaxrl_llm.objective.algorithms import Critic
 from jaxrl_llm.parallel import sharding
@@ -33,12 +41,7 @@ class ValueFunction:
 
 
 def make(
-    critic: Critic,
-    config: transformer.ModelConfig,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    micro_batches: int = 1,
-    seed: int = 0,
+    critic: Critic, config: ModelConfig, tx: GradientTransformation, mesh: Mesh, micro_batches: int, seed: int
 ) -> ValueFunction:
     """The functions of a critic beside a policy of this model.
 
@@ -50,17 +53,17 @@ def make(
 
     def initial(policy: Any) -> TrainState:
         w = critic.head_std * jax.random.normal(jax.random.key(seed), (config.width,), jnp.float32)
-        head = {"w": w, "b": jnp.float32(0)}
-        trunk = {k: jax.tree.map(jnp.copy, v) for k, v in policy.items() if k != "head"}
-        params = {"value": head, "trunk": trunk} if critic.kind == "network" else {"value": head}
-        return TrainState(params, tx.init(params), jnp.int32(0))
+        params = {"value": {"w": w, "b": jnp.float32(0)}}
+        if critic.kind == "network":
+            params["trunk"] = {k: jax.tree.map(jnp.copy, v) for k, v in policy.items() if k != "head"}
+        return first_state(tx, params)
 
     def init(policy: Any) -> TrainState:
-        shapes = jax.eval_shape(initial, policy)
+        shapes = jax.eval_shape(initial, policy).params
         replicated = NamedSharding(mesh, PartitionSpec())
         params = {"value": {"w": replicated, "b": replicated}}
         if critic.kind == "network":
-            params["trunk"] = sharding.shardings(transformer.logical_axes(config), shapes.params["trunk"], mesh)
+            params["trunk"] = sharding.shardings(transformer.logical_axes(config), shapes["trunk"], mesh)
         return jax.jit(initial, out_shardings=train_state_shardings(tx, shapes, params, mesh))(policy)
 
     def predict(params: Any, policy: Any, batch: Batch) -> Array:
@@ -92,8 +95,7 @@ def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
 
     values, returns, mask: [B,T].  0 where the returns do not vary.
     """
-    n = jnp.maximum(jnp.sum(mask), 1)
-    mean = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / n
+    mean = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
     var = lambda x: mean((x - mean(x)) ** 2)
     total = var(returns)
     return jnp.where(total == 0, 0.0, 1 - var(returns - values) / jnp.where(total == 0, 1.0, total))

@@ -55,30 +55,30 @@ class Learner:
 def build(config: Config) -> Learner:
     """Everything that a config stands for, before any parameter exists. Raises ValueError as `config.validate` does."""
     configs.validate(config)
-    a, r = config.algorithm, config.rollout
+    a, r, model, micro_batches = config.algorithm, config.rollout, config.model, config.micro_batches
     tokenizer, task = configs.made(config)
+    task, usable = curation.fitting(task, tokenizer, r.max_prompt_tokens, r.long_prompts)
+    order = r.difficulty, config.total_steps, a.prompts.prioritized, a.prompts.retire_above
     updates = config.steps * a.steps_per_batch
     tx = make_optimizer(config.optimizer, updates)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     value = None
     if a.critic is not None:
         critic_tx = make_optimizer(a.critic.optimizer, config.total_steps * a.critic.updates)
-        value = critic.make(a.critic, config.model, critic_tx, mesh, config.micro_batches, config.seed)
-    task, usable = curation.fitting(task, tokenizer, r.max_prompt_tokens, r.long_prompts)
-    order = (r.difficulty, config.total_steps, a.prompts.prioritized, a.prompts.retire_above)
+        value = critic.make(a.critic, model, critic_tx, mesh, micro_batches, config.seed)
     return Learner(
-        config,
-        task,
-        Stream(task.train, config.seed, *order, usable, r.prompts),
-        tokenizer,
-        mesh,
-        tx,
-        make_train_step(config.model, a, tx, r.temperature, config.micro_batches),
-        make_logprobs(config.model, r.temperature, config.micro_batches),
-        jax.jit(partial(assign_advantages, a)),
-        jax.jit(partial(choose_tokens, a)),
-        schedule(config.optimizer, updates),
-        value,
+        config=config,
+        task=task,
+        stream=Stream(task.train, config.seed, *order, usable, r.prompts),
+        tokenizer=tokenizer,
+        mesh=mesh,
+        tx=tx,
+        train_step=make_train_step(model, a, tx, r.temperature, micro_batches),
+        logprobs=make_logprobs(model, r.temperature, micro_batches),
+        assign_advantages=jax.jit(partial(assign_advantages, a)),
+        choose_tokens=jax.jit(partial(choose_tokens, a)),
+        learning_rate=schedule(config.optimizer, updates),
+        critic=value,
     )
 
 
@@ -86,15 +86,11 @@ def fresh_state(learner: Learner, base: Any = None) -> TrainState:
     """The state at step 0: random parameters, or those of a base policy; critic, memory and reference where used."""
     config, a = learner.config, learner.config.algorithm
     state = init_state(config.model, learner.tx, config.seed, learner.mesh)
-    if base is not None:
-        state = replace(state, params=base)
-    if learner.critic is not None:
-        state = replace(state, critic=learner.critic.init(state.params))
-    if a.memory is not None:
-        state = replace(state, memory=call(a.memory, {"n_prompts": len(learner.task.train)}))
-    if a.needs_reference and a.kl_refresh:
-        state = replace(state, reference=jax.tree.map(jnp.copy, state.params))  # a step donates its parameters
-    return state
+    params = state.params if base is None else base
+    value = None if learner.critic is None else learner.critic.init(params)
+    memory = None if a.memory is None else call(a.memory, {"n_prompts": len(learner.task.train)})
+    reference = jax.tree.map(jnp.copy, params) if a.needs_reference and a.kl_refresh else None  # a step donates them
+    return TrainState(params, state.opt_state, state.step, value, memory, reference)
 
 
 def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], step: int) -> np.ndarray:
@@ -102,28 +98,23 @@ def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], ste
 
     step: of the run, the critic's pre-training included. Raises ValueError if one is not finite.
     """
-    a, group = config.algorithm, (-1, answers.group_size)
+    a, shaping, group = config.algorithm, config.algorithm.shaping, (-1, answers.group_size)
     values = np.array([r.value for r in rewards], np.float32)
-    if a.shaping.signed_reward:
+    if shaping.signed_reward:
         values = 2 * values - 1
-    have = {
-        "rewards": values,
-        "n_tokens": answers.lengths,
-        "correct": np.array([r.correct for r in rewards]),
-        "max_len": config.rollout.max_response_tokens,
-    }
-    if a.shaping.reward is not None:
-        if wants(a.shaping.reward, "n_gold"):
+    have = {"rewards": values, "n_tokens": answers.lengths, "max_len": config.rollout.max_response_tokens}
+    have["correct"] = np.array([r.correct for r in rewards])
+    if shaping.reward is not None:
+        if wants(shaping.reward, "n_gold"):
             have["n_gold"] = np.repeat([p.meta["n_gold"] for p in answers.prompts], answers.group_size)
-        values = np.asarray(call(a.shaping.reward, have), np.float32)
-    if a.shaping.format_reward is not None:
-        values = values + np.array([call(a.shaping.format_reward, {"text": t}) for t in answers.texts], np.float32)
+        values = np.asarray(call(shaping.reward, have), np.float32)
+    if shaping.format_reward is not None:
+        values = values + np.array([call(shaping.format_reward, {"text": t}) for t in answers.texts], np.float32)
     pretrain = 0 if a.critic is None else a.critic.pretrain
-    if a.shaping.length_reward is not None and step - pretrain >= a.shaping.length_warmup:
+    if shaping.length_reward is not None and step - pretrain >= shaping.length_warmup:
         grouped = {k: v.reshape(group) if isinstance(v, np.ndarray) else v for k, v in have.items()}
-        values = values + a.shaping.length_coef * np.asarray(
-            call(a.shaping.length_reward, grouped), np.float32
-        ).reshape(-1)
+        by_length = np.asarray(call(shaping.length_reward, grouped), np.float32)
+        values = values + shaping.length_coef * by_length.reshape(-1)
     wrong = np.flatnonzero(~np.isfinite(values)) if values.shape == answers.lengths.shape else [0]
     if len(wrong):
         prompt = answers.prompts[wrong[0] // answers.group_size]
@@ -147,14 +138,8 @@ def assign_advantages(
         kl = losses.kl(batch.old_logp, batch.ref_logp, generated, a.kl)
     per_token = wants(a.token_advantage, "kl") or (a.critic is not None and wants(a.token_advantage, "rewards"))
     penalized = rewards if per_token else rewards - a.kl_coef * kl.sum(axis=1)
-    have = {
-        "rewards": penalized.reshape(groups),
-        "lengths": lengths.reshape(groups),
-        "mask": batch.mask.reshape(*groups, -1),
-        "prompt_ids": prompt_ids,
-        "state": memory,
-        "kept": kept,
-    }
+    have = {"rewards": penalized.reshape(groups), "lengths": lengths.reshape(groups), "kept": kept}
+    have |= {"mask": batch.mask.reshape(*groups, -1), "prompt_ids": prompt_ids, "state": memory}
     adv = call(a.advantage, have)
     if a.memory is not None:
         adv, memory = adv
@@ -179,9 +164,8 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
     a, answers = learner.config.algorithm, scored.rollouts
     shape = batching.bucket(int(answers.prompt_lengths.max()) - 1), batching.bucket(int(answers.lengths.max()))
     split_rows = sharding.batch_sharding(learner.mesh)
-    batch = batching.make_batch(
-        answers, shape=shape, drop_truncated=a.prompts.overlong_filter, kept=scored.kept, sharding=split_rows
-    )
+    masked = {"drop_truncated": a.prompts.overlong_filter, "kept": scored.kept}
+    batch = batching.make_batch(answers, shape=shape, sharding=split_rows, **masked)
     if a.nll_coef:
         batch = replace(batch, correct=jax.device_put(np.array([r.correct for r in scored.rewards]), split_rows))
     if a.bypass:
@@ -203,8 +187,8 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
 
 def choose_tokens(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key: Array) -> Batch:
     """The mini-batch with the tokens that the live policy chooses: `selected` for the loss, and its mask. Jitted."""
-    have = {"logp": logp, "entropy": entropy, "old_logp": batch.old_logp, "adv": batch.adv, "mask": batch.mask}
-    have["key"] = key
+    have = {"logp": logp, "entropy": entropy, "key": key}
+    have |= {name: getattr(batch, name) for name in ("old_logp", "adv", "mask")}
     if algorithm.updates.select is not None:
         batch = replace(batch, selected=call(algorithm.updates.select, have))
     if algorithm.updates.token_filter is not None:
@@ -227,11 +211,10 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
     log-probs stay those of the batch. Metrics are means over the steps; of maxima and minima the extremes.
     """
     a, config = learner.config.algorithm, learner.config
-    weigh = partial(_with_weights, norm=a.norm, max_len=a.norm_length or config.rollout.max_response_tokens)
-    weigh = partial(weigh, nll=a.nll_coef != 0, phase_weights=a.updates.phase_weights)
-    policy = replace(state, critic=None, memory=None, reference=None)
-    if a.optimizer_reset:
-        policy = replace(policy, opt_state=reset_moments(policy.opt_state))
+    max_len = a.norm_length or config.rollout.max_response_tokens
+    of_mini = {"norm": a.norm, "max_len": max_len, "nll": a.nll_coef != 0, "phase_weights": a.updates.phase_weights}
+    opt_state = reset_moments(state.opt_state) if a.optimizer_reset else state.opt_state
+    policy = TrainState(state.params, opt_state, state.step)
     minis, taken, tokens = _mini_batches(batch, a.updates_per_batch), [], None
     for phase, mini in list(product(range(a.phase_count), minis)) * a.updates.epochs:
         if a.updates.select is not None or a.updates.token_filter is not None:
@@ -239,7 +222,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
             mini = learner.choose_tokens(mini, *learner.logprobs(policy.params, mini), key)
         if a.updates.phases is not None:
             tokens = call(a.updates.phases, {"old_logp": mini.old_logp, "mask": mini.mask})[phase]
-        policy, m = learner.train_step(policy, weigh(mini, phase=tokens))
+        policy, m = learner.train_step(policy, _with_weights(mini, phase=tokens, **of_mini))
         taken.append(m)
     reference = state.reference
     if reference is not None and int(policy.step) % a.kl_refresh < len(taken):  # these steps passed a multiple of it
@@ -250,8 +233,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
 def update_critic(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
     """The critic's optimiser steps on the batch, its mini-batches in turn; metrics with the explained variance."""
     c, value = learner.config.algorithm.critic, state.critic
-    minis = [_with_weights(m, norm="token", max_len=None) for m in _mini_batches(batch, c.mini_batches)]
-    taken = []
+    minis, taken = [_with_weights(m, norm="token", max_len=None) for m in _mini_batches(batch, c.mini_batches)], []
     for i in range(c.updates):
         value, m = learner.critic.step(value, state.params, minis[i % len(minis)])
         taken.append(m)

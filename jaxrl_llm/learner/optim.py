@@ -24,12 +24,9 @@ def schedule(config: Optimizer, steps: int) -> optax.Schedule:
 
 def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
     """Clip by global norm, then AdamW."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule(config, steps), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
-        ),
-    )
+    c = config
+    adamw = optax.adamw(schedule(c, steps), b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(c.clip_norm), adamw)
 
 
 def reset_moments(opt_state: optax.OptState) -> optax.OptState:

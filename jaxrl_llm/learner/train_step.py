@@ -14,10 +14,12 @@ from flax import nnx
 from jax.lax import stop_gradient
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
+from optax import GradientTransformation
 
 from jaxrl_llm.learner.batching import merge_parts, split_batch
 from jaxrl_llm.models import attention, transformer
 from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import losses
 from jaxrl_llm.objective.algorithms import Algorithm, call
 from jaxrl_llm.objective.corrections import mismatch_report
@@ -27,41 +29,37 @@ from jaxrl_llm.types import Batch, TrainState
 Metrics = dict[str, Array]
 
 
-def init_state(config: transformer.ModelConfig, tx: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
+def init_state(config: ModelConfig, tx: GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
     """Random parameters and the optimiser's first state; each device of the mesh makes its own shards."""
-    return jax.jit(partial(_initial_state, config, tx), out_shardings=state_shardings(config, tx, mesh))(
-        jax.random.key(seed)
-    )
+    init = lambda key: first_state(tx, transformer.init(config, key))
+    return jax.jit(init, out_shardings=state_shardings(config, tx, mesh))(jax.random.key(seed))
 
 
-def state_shardings(config: transformer.ModelConfig, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Shardings of the policy's train state: see `train_state_shardings`."""
-    shapes = jax.eval_shape(partial(_initial_state, config, tx), jax.random.key(0))
-    params = sharding.shardings(transformer.logical_axes(config), shapes.params, mesh)
-    return train_state_shardings(tx, shapes, params, mesh)
-
-
-def train_state_shardings(tx: optax.GradientTransformation, shapes: TrainState, params: Any, mesh: Mesh) -> TrainState:
-    """Shardings of a train state, given its parameters': Adam's moments have theirs, counters are on every device."""
-    replicated = NamedSharding(mesh, PartitionSpec())
-    moments = optax.tree_utils.tree_map_params(
-        tx, lambda _, like: like, shapes.opt_state, params, transform_non_params=lambda _: replicated
-    )
-    return TrainState(params, moments, replicated)
-
-
-def _initial_state(config: transformer.ModelConfig, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
-    params = transformer.init(config, key)
+def first_state(tx: GradientTransformation, params: Any) -> TrainState:
     return TrainState(params, tx.init(params), jnp.int32(0))
 
 
-def response_hidden(config: transformer.ModelConfig, params: Any, batch: Batch) -> tuple[Array, nnx.Module]:
+def state_shardings(config: ModelConfig, tx: GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shardings of the policy's train state: see `train_state_shardings`."""
+    shapes = jax.eval_shape(partial(transformer.init, config), jax.random.key(0))
+    params = sharding.shardings(transformer.logical_axes(config), shapes, mesh)
+    return train_state_shardings(tx, shapes, params, mesh)
+
+
+def train_state_shardings(tx: GradientTransformation, shapes: Any, params: Any, mesh: Mesh) -> TrainState:
+    """Shardings of a train state, given its parameters': Adam's moments have theirs, counters are on every device."""
+    replicated, moments = NamedSharding(mesh, PartitionSpec()), jax.eval_shape(tx.init, shapes)
+    replicate, like = lambda _: replicated, lambda _, param: param
+    moments = optax.tree_utils.tree_map_params(tx, like, moments, params, transform_non_params=replicate)
+    return TrainState(params, moments, replicated)
+
+
+def response_hidden(config: ModelConfig, params: Any, batch: Batch) -> tuple[Array, nnx.Module]:
     """Final hidden states [B,T,D], aligned with the response, and the model that made them.
 
     A row of the model is a prompt with all its answers: [prefix | answer 0 | … | answer G-1].
     """
-    prompts, size = batch.prefix.shape
-    rows, length = batch.inputs.shape
+    (prompts, size), (rows, length) = batch.prefix.shape, batch.inputs.shape
     group = rows // prompts
     tokens = jnp.concatenate([batch.prefix, batch.inputs.reshape(prompts, group * length)], axis=1)
     answers = batch.prefix_lengths[:, None] + jnp.tile(jnp.arange(length), group)[None]
@@ -71,22 +69,19 @@ def response_hidden(config: transformer.ModelConfig, params: Any, batch: Batch) 
     return hidden[:, size:].reshape(rows, length, -1), model
 
 
-def response_logprobs(
-    config: transformer.ModelConfig, params: Any, batch: Batch, temperature: float
-) -> tuple[Array, Array]:
+def response_logprobs(config: ModelConfig, params: Any, batch: Batch, temperature: float) -> tuple[Array, Array]:
     """Log-prob of every target and entropy, [B,T], aligned with the response. The one path for every log-prob."""
     hidden, model = response_hidden(config, params, batch)
     return token_logprobs(hidden, model.head_matrix(), batch.targets, temperature=temperature)
 
 
-def make_logprobs(config: transformer.ModelConfig, temperature: float, micro_batches: int) -> Callable:
+def make_logprobs(config: ModelConfig, temperature: float, micro_batches: int) -> Callable:
     """(params, batch) → log-probs and entropies [B,T], for all that is not differentiated; compiled once a shape."""
 
     @jax.jit
     def logprobs(params: Any, batch: Batch) -> tuple[Array, Array]:
-        out = jax.lax.map(
-            lambda b: response_logprobs(config, params, b, temperature), split_batch(batch, micro_batches)
-        )
+        parts = split_batch(batch, micro_batches)
+        out = jax.lax.map(lambda b: response_logprobs(config, params, b, temperature), parts)
         return jax.tree.map(lambda x: merge_parts(x, batch.prefix.shape[0]), out)
 
     # What the model reads, and no more: jit would compile anew when an array that it does not read is added.
@@ -96,15 +91,10 @@ def make_logprobs(config: transformer.ModelConfig, temperature: float, micro_bat
 
 def _arrays(batch: Batch, logp: Array) -> dict[str, Array | None]:
     """What a loss or a correction may ask for. A model without routers has router ratio 1."""
-    return {
-        "logp": logp,
-        "old_logp": stop_gradient(logp) if batch.old_logp is None else batch.old_logp,
-        "sampler_logp": batch.sampler_logp,
-        "adv": batch.adv,
-        "mask": batch.mask,
-        "selected": batch.selected,
-        "log_router_ratio": jnp.zeros_like(logp) if batch.log_router_ratio is None else batch.log_router_ratio,
-    }
+    old_logp = stop_gradient(logp) if batch.old_logp is None else batch.old_logp
+    router = jnp.zeros_like(logp) if batch.log_router_ratio is None else batch.log_router_ratio
+    same = {name: getattr(batch, name) for name in ("sampler_logp", "adv", "mask", "selected")}
+    return {"logp": logp, "old_logp": old_logp, "log_router_ratio": router, **same}
 
 
 def objective(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -> Array:
@@ -169,9 +159,7 @@ def accumulate(loss: Callable, params: Any, batch: Batch, micro_batches: int) ->
     return grads, value, jax.tree.map(lambda x: merge_parts(x, batch.prefix.shape[0]), aux)
 
 
-def make_gradients(
-    config: transformer.ModelConfig, algorithm: Algorithm, temperature: float, micro_batches: int
-) -> Callable:
+def make_gradients(config: ModelConfig, algorithm: Algorithm, temperature: float, micro_batches: int) -> Callable:
     """(params, batch) → gradients, loss, metrics."""
 
     def loss(params: Any, batch: Batch) -> tuple[Array, tuple[Array, Array]]:
@@ -186,7 +174,7 @@ def make_gradients(
 
 
 def apply_gradients(
-    tx: optax.GradientTransformation, state: TrainState, grads: Any, loss: Array, weights: Array
+    tx: GradientTransformation, state: TrainState, grads: Any, loss: Array, weights: Array
 ) -> tuple[TrainState, Metrics]:
     """The state after one optimiser step. If the loss or the gradient is not finite, or no token has weight (momentum
     alone should not move the policy), only the step's number changes and the metric `skipped` is 1.
@@ -200,9 +188,9 @@ def apply_gradients(
 
 
 def make_train_step(
-    config: transformer.ModelConfig,
+    config: ModelConfig,
     algorithm: Algorithm,
-    tx: optax.GradientTransformation,
+    tx: GradientTransformation,
     temperature: float = 1.0,
     micro_batches: int = 1,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:

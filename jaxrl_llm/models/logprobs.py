@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.types import expect
+
 
 def tempered_logits(hidden: Float[Array, "N D"], head: Float[Array, "D V"], temperature: float) -> Float[Array, "N V"]:
     """Logits in fp32, divided by the temperature; the product is taken in the head's dtype."""
@@ -42,10 +44,8 @@ def token_logprobs(
     carry gradient; the head's is summed over the blocks in fp32. Raises ValueError for a temperature or chunk that is
     not positive.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; expected a positive number")
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; expected at least 1 token")
+    expect(temperature > 0, "temperature", temperature, "a positive number")
+    expect(chunk >= 1, "chunk", chunk, "at least 1 token")
     hidden, head, targets = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(targets)
     summed = head.astype(jnp.float32)
 
@@ -62,11 +62,12 @@ def token_logprobs(
     blocks = -(-n // chunk)
     flat_h, flat_y = hidden.reshape(n, width), targets.reshape(n)
     if blocks <= 1:
-        logp, entropy = block(flat_h, flat_y)
-        return logp.reshape(targets.shape), entropy.reshape(targets.shape)
-    pad = -n % blocks
-    flat_h = jnp.pad(flat_h, ((0, pad), (0, 0))).reshape(-1, blocks, width).swapaxes(0, 1)
-    flat_y = jnp.pad(flat_y, (0, pad)).reshape(-1, blocks).swapaxes(0, 1)
-    _, out = jax.lax.scan(lambda _, xs: (None, block(*xs)), None, (flat_h, flat_y))
-    logp, entropy = (x.swapaxes(0, 1).reshape(-1)[:n].reshape(targets.shape) for x in out)
+        out = block(flat_h, flat_y)
+    else:
+        pad = -n % blocks
+        flat_h = jnp.pad(flat_h, ((0, pad), (0, 0))).reshape(-1, blocks, width).swapaxes(0, 1)
+        flat_y = jnp.pad(flat_y, (0, pad)).reshape(-1, blocks).swapaxes(0, 1)
+        out = jax.lax.map(lambda xs: block(*xs), (flat_h, flat_y))
+        out = (x.swapaxes(0, 1).reshape(-1)[:n] for x in out)
+    logp, entropy = (x.reshape(targets.shape) for x in out)
     return logp, entropy

@@ -30,8 +30,8 @@ REMAT = {
 }
 
 
-def rope(positions: Int[Array, "*N"], config: ModelConfig) -> tuple[Float[Array, "*N 1 C"], Float[Array, "*N 1 C"]]:
-    """Cosines and sines of the rotary embedding (2104.09864), in the rotate-half convention of Hugging Face."""
+def rope(positions: Int[Array, "*N"], config: ModelConfig) -> tuple[Float[Array, "*N 1 c"], Float[Array, "*N 1 c"]]:
+    """Cosines and sines of the rotary embedding (2104.09864), of both halves of a head: c is half its width."""
     half = config.head_width // 2
     frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if s := config.rope_scaling:
@@ -40,26 +40,20 @@ def rope(positions: Int[Array, "*N"], config: ModelConfig) -> tuple[Float[Array,
         smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
         between = (1 - smooth) * frequency / s.factor + smooth * frequency
         frequency = jnp.where(wavelength > low, frequency / s.factor, jnp.where(wavelength < high, frequency, between))
-    angle = jnp.multiply.outer(positions.astype(jnp.float32), frequency)
-    angle = jnp.concatenate([angle, angle], axis=-1)[..., None, :]
+    angle = jnp.multiply.outer(positions.astype(jnp.float32), frequency)[..., None, :]
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """x turned by its angles, in the rotate-half convention of Hugging Face."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = (jnp.split(y, 2, axis=-1)[0] for y in (cos, sin))
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def _param(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], std: float | None) -> nnx.Param:
     """A float32 parameter: normal with `std`, zeros for std 0, ones for None (norm scales)."""
-    if std is None:
-        value = jnp.ones(shape, jnp.float32)
-    elif std == 0:
-        value = jnp.zeros(shape, jnp.float32)
-    else:
-        value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, axes=axes)
+    constant = jnp.full(shape, float(std is None), jnp.float32)
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32) if std else constant, axes=axes)
 
 
 class RMSNorm(nnx.Module):

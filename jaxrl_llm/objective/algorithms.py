@@ -43,6 +43,10 @@ NOT_GIVEN = {"beta": 0.0}
 RESPONSE_LOSSES = (losses.gspo, losses.gmpo, losses.rspo, losses.opmd)
 TOKEN_CORRECTIONS = (corrections.tis, corrections.mis_token)
 
+# A field that is set exactly when a function names what it makes.
+_TOGETHER = (("critic", "token_advantage", "values"), ("memory", "advantage", "state"))
+_TOGETHER += (("updates.select", "loss", "selected"),)
+
 
 def call(fn: Callable, available: dict[str, Any]) -> Any:
     """The value of fn, called with those of `available` that its signature names and no partial has bound."""
@@ -178,15 +182,11 @@ class Algorithm:
             raise ValueError(
                 "algorithm.nll_coef is set; expected 0 with algorithm.updates.token_filter, which would drop some of it"
             )
-        for needs, field, others in (
-            ("values", "critic", ("token_advantage",)),
-            ("state", "memory", ("advantage",)),
-            ("selected", "updates.select", ("loss",)),
-        ):
-            asking = [o for o in others if wants(getattr(self, o), needs)]
-            if bool(asking) != (attrgetter(field)(self) is not None):
-                have = "is set" if attrgetter(field)(self) is not None else "is None"
-                raise ValueError(f"algorithm.{field} {have}; expected it exactly when {others[0]} names {needs!r}")
+        for field, function, name in _TOGETHER:
+            is_set = attrgetter(field)(self) is not None
+            if wants(getattr(self, function), name) != is_set:
+                have = "is set" if is_set else "is None"
+                raise ValueError(f"algorithm.{field} {have}; expected it exactly when {function} names {name!r}")
 
     def _check_responses(self) -> None:
         """A loss with one value per response needs weights, corrections and steps that take a response as a whole."""

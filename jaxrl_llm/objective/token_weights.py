@@ -38,9 +38,8 @@ def token_weights(
     rows = mask.shape[0]
     if norm in ("prompt", "otm"):
         if group_size is None or group_size <= 0:
-            raise ValueError(
-                f"group_size={group_size!r}: norm={norm!r} needs a positive number of responses per prompt"
-            )
+            why = f"norm={norm!r} needs a positive number of responses per prompt"
+            raise ValueError(f"group_size={group_size!r}: {why}")
         if rows % group_size:
             raise ValueError(f"group_size={group_size}: does not divide the {rows} rows of mask")
     if norm == "constant" and (max_len is None or max_len <= 0):

@@ -32,15 +32,7 @@ KEYS_WIDTH, KEYS_TOKENS = 2, 3  # axes of keys [·,K,C,tokens]
 VALUES_WIDTH, VALUES_TOKENS = 3, 2  # axes of values [·,K,tokens,C]
 
 Cached = Array | Quantized  # keys or values, in a float dtype or in int8 with scales
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer."""
-
-    prefix_k: Cached  # [R,K,C,S]
-    prefix_v: Cached  # [R,K,S,C]
-    suffix_k: Cached  # [N,K,C,T]
-    suffix_v: Cached  # [N,K,T,C]
+Layer = tuple[Cached, Cached]  # of one layer: keys [·,K,C,tokens], values [·,K,tokens,C]
 
 
 class View(NamedTuple):
@@ -58,20 +50,14 @@ def in_dtype(x: Array, dtype: str, width_axis: int) -> Cached:
     return quantize(x, width_axis) if dtype == "int8" else x.astype(dtype)
 
 
-def zeros(shape: tuple[int, ...], dtype: str, width_axis: int) -> Cached:
-    """Keys or values before anything is written."""
-    x = jnp.zeros(shape, dtype)
-    scales = [1 if i == width_axis else n for i, n in enumerate(shape)]
-    return Quantized(x, jnp.zeros(scales)) if dtype == "int8" else x
+def like(old: Cached, new: Array, width_axis: int) -> Cached:
+    """New keys or values as the cache keeps the old ones."""
+    return in_dtype(new, jax.tree.leaves(old)[0].dtype.name, width_axis)
 
 
 def token_capacity(values: Cached) -> int:
     """S of prefixes, T of suffixes."""
     return jax.tree.leaves(values)[0].shape[VALUES_TOKENS]
-
-
-def dtype_of(x: Cached) -> str:
-    return jax.tree.leaves(x)[0].dtype.name
 
 
 def _softmax_parts(
@@ -96,14 +82,14 @@ def _softmax_parts(
     return out, total, top
 
 
-def _prefix_softmax_parts(q: Float[Array, "N K h C"], cache: LayerCache, view: View) -> tuple[Array, Array, Array]:
+def _prefix_softmax_parts(q: Float[Array, "N K h C"], prefix: Layer, view: View) -> tuple[Array, Array, Array]:
     """`_softmax_parts` of every row over its prompt; a prefix is read once for all rows in its lanes."""
     shards, prefixes, lanes = view.lanes.shape
     kv, heads, width = q.shape[1:]
     q = jax.vmap(lambda x, i: x[i])(q.reshape(shards, -1, *q.shape[1:]), view.lanes)  # [D,R/D,L,K,h,C]
     q = q.reshape(-1, lanes, kv, heads, width).swapaxes(1, 2).reshape(-1, kv, lanes * heads, width)
-    visible = jnp.arange(token_capacity(cache.prefix_v))[None] < view.prefix_lengths[:, None]
-    parts = _softmax_parts(q, cache.prefix_k, cache.prefix_v, visible[:, None, None])
+    visible = jnp.arange(token_capacity(prefix[1]))[None] < view.prefix_lengths[:, None]
+    parts = _softmax_parts(q, *prefix, visible[:, None, None])
 
     def to_rows(x: Array) -> Array:
         x = x.reshape(-1, kv, lanes, heads, x.shape[-1]).swapaxes(1, 2).reshape(shards, prefixes * lanes, kv, heads, -1)
@@ -114,28 +100,23 @@ def _prefix_softmax_parts(q: Float[Array, "N K h C"], cache: LayerCache, view: V
 
 
 def decode(view: View) -> Attend:
-    """Attention for one token of every row, whose keys and values are written to the row's suffix."""
+    """Attention for one token of every row; its cache is a prefix and a suffix, to which the row's token is written."""
 
     def write(old: Cached, new: Array, width_axis: int, token_axis: int) -> Cached:
         put = lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, view.column, axis=token_axis)
-        return jax.tree.map(put, old, in_dtype(new, dtype_of(old), width_axis))
+        return jax.tree.map(put, old, like(old, new, width_axis))
 
-    def attend(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
-        rows, _, heads, width = q.shape  # [N,1,H,C]
-        kv = k.shape[2]
-        q = q * width**-0.5
-        cache = cache._replace(
-            suffix_k=write(cache.suffix_k, k[:, 0, :, :, None], KEYS_WIDTH, KEYS_TOKENS),
-            suffix_v=write(cache.suffix_v, v[:, 0, :, None], VALUES_WIDTH, VALUES_TOKENS),
-        )
-        q = q.reshape(rows, kv, heads // kv, width)
-        prefix, prefix_total, prefix_top = _prefix_softmax_parts(q, cache, view)
-        suffix, suffix_total, suffix_top = _softmax_parts(
-            q, cache.suffix_k, cache.suffix_v, view.visible[:, None, None]
-        )
-        top = jnp.maximum(prefix_top, suffix_top)
-        a, b = jnp.exp(prefix_top - top), jnp.exp(suffix_top - top)
-        out = (prefix * a + suffix * b) / (prefix_total * a + suffix_total * b)
-        return out.astype(q.dtype).reshape(rows, 1, heads, width), cache
+    def attend(q: Array, k: Array, v: Array, cache: tuple[Layer, Layer]) -> tuple[Array, Layer]:
+        (rows, _, heads, width), kv = q.shape, k.shape[2]  # [N,1,H,C]
+        prefix, (keys, values) = cache
+        keys = write(keys, k[:, 0, :, :, None], KEYS_WIDTH, KEYS_TOKENS)
+        values = write(values, v[:, 0, :, None], VALUES_WIDTH, VALUES_TOKENS)
+        q = (q * width**-0.5).reshape(rows, kv, heads // kv, width)
+        out, total, top = _prefix_softmax_parts(q, prefix, view)
+        suffix_out, suffix_total, suffix_top = _softmax_parts(q, keys, values, view.visible[:, None, None])
+        highest = jnp.maximum(top, suffix_top)
+        a, b = jnp.exp(top - highest), jnp.exp(suffix_top - highest)
+        out = (out * a + suffix_out * b) / (total * a + suffix_total * b)
+        return out.astype(q.dtype).reshape(rows, 1, heads, width), (keys, values)
 
     return attend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +14,12 @@ from typing import Any
 import grpc
 import jax
 import numpy as np
+from google.protobuf.message import Message
 
 from jaxrl_llm import types
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
-from jaxrl_llm.sampler import requests, weights, wire
+from jaxrl_llm.sampler import decode, requests, weights, wire
 from jaxrl_llm.sampler import rollout_pb2 as pb
 from jaxrl_llm.sampler.requests import Group, NextRequest, Request
 from jaxrl_llm.sampler.sampling import Sampling
@@ -32,23 +33,13 @@ WRONG = {Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE, Code.UNIMPLEMENTED}  # no oth
 FORBIDDEN = {Code.UNAUTHENTICATED, Code.PERMISSION_DENIED}
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a server listens. As text: host:port, an IPv6 host in brackets."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        host, _, port = text.rpartition(":")
-        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-        fits = bare and (":" not in bare or bare != host) and "/" not in bare
-        types.expect(fits and port.isdecimal() and 0 < int(port) < 2**16, "server", text, "host:port")
-        return cls(bare, int(port))
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+def address(text: str) -> str:
+    """The address host:port of a server, checked; an IPv6 host is in brackets."""
+    host, _, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    fits = bare and (":" not in bare or bare != host) and "/" not in bare
+    types.expect(fits and port.isdecimal() and 0 < int(port) < 2**16, "server", text, "host:port")
+    return f"[{bare}]:{int(port)}" if ":" in bare else f"{bare}:{int(port)}"
 
 
 @dataclass
@@ -67,13 +58,15 @@ class _Server:
     refusal: Exception | None = None  # which no other attempt would avoid; raised by the next call
 
 
-@dataclass
 class _Outgoing:
-    """A request and its attempts so far, all with the same id."""
+    """A request and its attempts so far, all with the same id. ValueError for what no server could serve."""
 
-    request: Request
-    message: pb.SampleRequest
-    failures: int = 0
+    def __init__(self, request: Request):
+        requests.check(request, vocab_size=2**31, max_tokens=2**31 - 1)
+        self.request, self.failures = request, 0
+        self.message = wire.to_request_message(request, id=uuid.uuid4().hex)
+        size = self.message.ByteSize() + 64  # room for the instance
+        types.expect(size <= wire.MAX_MESSAGE, "request", f"{size} bytes", f"at most {wire.MAX_MESSAGE} bytes")
 
 
 def _exception(server: _Server, error: grpc.RpcError, loading: bool = False) -> Exception | None:
@@ -113,12 +106,12 @@ class Client:
         patience_s: float = 120.0,
         run: str = "",
     ):
-        names = [str(Address.parse(server)) for server in servers]
+        names = [address(server) for server in servers]
         types.expect(names and len(set(names)) == len(names), "servers", list(servers), "at least one, each once")
-        types.expect(deadline_s > 0, "deadline_s", deadline_s, "a positive number")
+        for name, seconds in (("deadline_s", deadline_s), ("patience_s", patience_s)):
+            types.expect(seconds > 0, name, seconds, "a positive number")
         types.expect(in_flight >= 1, "in_flight", in_flight, "at least 1")
         types.expect(retries >= 0, "retries", retries, "0 or a positive number")
-        types.expect(patience_s > 0, "patience_s", patience_s, "a positive number")
         types.expect(ca is None or Path(ca).is_file(), "ca", ca, "a file")
         self.deadline_s, self.in_flight, self.retries, self.patience_s = deadline_s, in_flight, retries, patience_s
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
@@ -150,15 +143,14 @@ class Client:
                 if not waiting and not running:
                     if (request := next_request()) is None:
                         return
-                    waiting.append(_outgoing(request))
+                    waiting.append(_Outgoing(request))
                 while self._able():
                     if not waiting and (request := next_request()) is not None:
-                        waiting.append(_outgoing(request))
-                    if not waiting or (server := self._claim()) is None:  # another thread has taken the room
+                        waiting.append(_Outgoing(request))
+                    if not waiting or (sent := self._send(waiting[0])) is None:  # another thread has taken the room
                         break
-                    outgoing = waiting.popleft()
-                    call = self._send(outgoing, server)
-                    running[call] = outgoing, server
+                    call, server = sent
+                    running[call] = waiting.popleft(), server
                     call.add_done_callback(lambda call: self._wake(done, call))
                 if (call := self._wait(done, bool(waiting))) is None:
                     continue
@@ -167,7 +159,10 @@ class Client:
                 if self._failed(call, outgoing, server):
                     waiting.appendleft(outgoing)
                 else:
-                    yield outgoing.request, _group(call.result(), outgoing.request, server)
+                    request, group = outgoing.request, wire.from_reply(call.result())
+                    expected = f"group = {request.group}"
+                    types.expect(len(group) == request.group, server.name, f"{len(group)} answers", expected)
+                    yield request, group
         finally:
             for call, (_, server) in running.items():
                 call.cancel()
@@ -175,14 +170,7 @@ class Client:
 
     def ordered(self, requests: Sequence[Request]) -> list[Group]:
         """The groups of `requests`, in their order."""
-        positions: dict[int, deque[int]] = defaultdict(deque)  # one request may be there twice
-        for i, request in enumerate(requests):
-            positions[id(request)].append(i)
-        groups: list[Group | None] = [None] * len(requests)
-        left = iter(requests)
-        for request, group in self.sample(lambda: next(left, None)):
-            groups[positions[id(request)].popleft()] = group
-        return groups
+        return decode.generate(self, requests)
 
     def _able(self) -> list[_Server]:
         """Servers that may get a request at this moment."""
@@ -190,26 +178,21 @@ class Client:
             now = time.monotonic()
             return [s for s in self._servers if s.up and s.in_flight < self.in_flight and s.full_until <= now]
 
-    def _claim(self) -> _Server | None:
-        """Room on the least loaded server."""
+    def _send(self, outgoing: _Outgoing) -> tuple[grpc.Future, _Server] | None:
+        """An attempt on the least loaded server; None if there is room on none."""
         with self._changed:
             server = min(self._able(), key=lambda s: s.in_flight, default=None)
-            if server is not None:
-                server.in_flight += 1
-            return server
+            if server is None:
+                return None
+            server.in_flight += 1
+            outgoing.message.instance, outgoing.message.run = server.instance, self._pushed_run()
+        sample = _method(server.channel.unary_unary, "Sample", pb.SampleReply)
+        return sample.future(outgoing.message, timeout=self.deadline_s, metadata=self._metadata), server
 
     def _release(self, server: _Server) -> None:
         with self._changed:
             server.in_flight -= 1
             self._changed.notify_all()
-
-    def _send(self, outgoing: _Outgoing, server: _Server) -> grpc.Future:
-        with self._changed:
-            outgoing.message.instance, outgoing.message.run = server.instance, self._pushed_run()
-        sample = server.channel.unary_unary(
-            f"/{wire.SERVICE}/Sample", pb.SampleRequest.SerializeToString, pb.SampleReply.FromString
-        )
-        return sample.future(outgoing.message, timeout=self.deadline_s, metadata=self._metadata)
 
     def _wake(self, done: deque[grpc.Future], call: grpc.Future) -> None:
         with self._changed:
@@ -243,14 +226,19 @@ class Client:
             if error.code() is Code.RESOURCE_EXHAUSTED:
                 server.full_until = time.monotonic() + FULL_S
                 return True
-            server.up, server.last_error = False, f"{error.code().name}: {error.details()}"
-            self._changed.notify_all()
-            last_error = server.last_error
+            last_error = self._down(server, error)
         # A failed precondition is no failure: the server has restarted, or has other weights.
         outgoing.failures += error.code() is not Code.FAILED_PRECONDITION
         if outgoing.failures > self.retries:
             raise ConnectionError(f"a request failed {outgoing.failures} times, at last on {server.name}: {last_error}")
         return True
+
+    def _down(self, server: _Server, error: grpc.RpcError) -> str:
+        """The server gets no requests until it answers. Returns what is wrong."""
+        with self._changed:
+            server.up, server.last_error = False, f"{error.code().name}: {error.details()}"
+            self._changed.notify_all()
+            return server.last_error
 
     # --- weights ------------------------------------------------------------------------------------------------
 
@@ -268,9 +256,8 @@ class Client:
             for server in self._servers:
                 server.loaded, server.refusal, server.failures = None, None, 0
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: all(s.loaded or s.refusal or s.failures for s in self._servers) or self._closed
-            )
+            tried = lambda: all(s.loaded or s.refusal or s.failures for s in self._servers)
+            self._changed.wait_for(lambda: tried() or self._closed)
             self._raise()
             reached = sum(s.loaded is not None for s in self._servers)
         return {"seconds": time.monotonic() - start, "bytes": float(reached * wire.size(leaves))}
@@ -289,8 +276,7 @@ class Client:
         """While the client is open: see that the server answers, has the newest weights and knows that we are here."""
         while True:
             with self._changed:
-                due = lambda: self._closed or (server.refusal is None and self._behind(server))
-                self._changed.wait_for(due, wire.LEARNER_S / 3)
+                self._changed.wait_for(lambda: self._closed or self._behind(server), wire.LEARNER_S / 3)
                 if self._closed:
                     return
                 newest, loaded = self._newest, server.loaded
@@ -298,9 +284,11 @@ class Client:
                 reply = self._stats(server).result()
                 weights = newest and (reply.instance, newest[1])
                 if weights and (loaded != weights or (reply.run, reply.version) != (self._run, newest[1])):
-                    self._load(server, *newest)
+                    load = _method(server.channel.stream_unary, "LoadWeights", pb.LoadReply)
+                    chunks = wire.to_chunks(*newest, self._run, self._client)
+                    load(chunks, timeout=self.deadline_s, metadata=self._metadata)
             except grpc.RpcError as error:
-                self._down(server, error)
+                self._pause(server, error)
                 continue
             except ValueError:  # the channel is closed
                 return
@@ -311,17 +299,16 @@ class Client:
                     self._changed.notify_all()
 
     def _behind(self, server: _Server) -> bool:
-        return not server.up or (self._newest is not None and server.loaded is None)
+        lacks_weights = self._newest is not None and server.loaded is None
+        return server.refusal is None and (lacks_weights or not server.up)
 
-    def _down(self, server: _Server, error: grpc.RpcError) -> None:
-        exception = _exception(server, error, loading=True)
+    def _pause(self, server: _Server, error: grpc.RpcError) -> None:
+        """Wait before the next attempt to reach a server, unless there are new weights before."""
         with self._changed:
-            server.up, server.refusal = False, exception
-            server.last_error = f"{error.code().name}: {error.details()}"
+            self._down(server, error)
+            server.refusal = _exception(server, error, loading=True)
             server.failures += 1
-            newest = self._newest
-            self._changed.notify_all()
-            first, longest = BACKOFF_S
+            newest, (first, longest) = self._newest, BACKOFF_S
             pause = min(first * 2 ** min(server.failures - 1, 10), longest)
             self._changed.wait_for(lambda: self._closed or self._newest is not newest, pause)
 
@@ -330,18 +317,9 @@ class Client:
         return "" if self._newest is None else self._run
 
     def _stats(self, server: _Server, leaves: bool = False) -> grpc.Future:
-        call = server.channel.unary_unary(
-            f"/{wire.SERVICE}/Stats", pb.StatsRequest.SerializeToString, pb.StatsReply.FromString
-        )
-        return call.future(
-            pb.StatsRequest(run=self._pushed_run(), leaves=leaves), timeout=PROBE_S, metadata=self._metadata
-        )
-
-    def _load(self, server: _Server, leaves: Mapping[str, np.ndarray], version: int) -> None:
-        call = server.channel.stream_unary(
-            f"/{wire.SERVICE}/LoadWeights", pb.Chunk.SerializeToString, pb.LoadReply.FromString
-        )
-        call(wire.to_chunks(leaves, version, self._run, self._client), timeout=self.deadline_s, metadata=self._metadata)
+        request = pb.StatsRequest(run=self._pushed_run(), leaves=leaves)
+        call = _method(server.channel.unary_unary, "Stats", pb.StatsReply)
+        return call.future(request, timeout=PROBE_S, metadata=self._metadata)
 
     # --- the rest -----------------------------------------------------------------------------------------------
 
@@ -371,6 +349,11 @@ class Client:
             keeper.join()
 
 
+def _method(kind: Callable, name: str, reply: type[Message]) -> Callable:
+    """A method of the service on a channel, whose `kind` is `unary_unary` or `stream_unary`."""
+    return kind(f"/{wire.SERVICE}/{name}", lambda request: request.SerializeToString(), reply.FromString)
+
+
 def _channel(name: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
     options = [
         ("grpc.max_send_message_length", wire.MAX_MESSAGE),
@@ -384,21 +367,6 @@ def _channel(name: str, credentials: grpc.ChannelCredentials | None) -> grpc.Cha
     if credentials is None:
         return grpc.insecure_channel(name, options)
     return grpc.secure_channel(name, credentials, options)
-
-
-def _outgoing(request: Request) -> _Outgoing:
-    """ValueError for what no server could serve, before any is asked."""
-    requests.check(request, vocab_size=2**31, max_tokens=2**31 - 1)
-    message = wire.to_request_message(request, id=uuid.uuid4().hex)
-    size = message.ByteSize() + 64  # room for the instance
-    types.expect(size <= wire.MAX_MESSAGE, "request", f"{size} bytes", f"at most {wire.MAX_MESSAGE} bytes")
-    return _Outgoing(request, message)
-
-
-def _group(reply: pb.SampleReply, request: Request, server: _Server) -> Group:
-    group = wire.from_reply(reply)
-    types.expect(len(group) == request.group, server.name, f"{len(group)} answers", f"group = {request.group}")
-    return group
 
 
 @dataclass(frozen=True)
@@ -432,5 +400,5 @@ class RemoteEngine:
 
 def named(params: Any) -> dict[str, Any]:
     """The leaves of a tree by their paths, on the host."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return dict(zip([jax.tree_util.keystr(p) for p, _ in leaves], jax.device_get([x for _, x in leaves]), strict=True))
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(params))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

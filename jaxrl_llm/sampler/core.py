@@ -7,7 +7,8 @@ is drawn like all others. In decoding step s every row writes column s mod T; `s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,13 +18,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models import attention, transformer
 from jaxrl_llm.models.logprobs import tempered_logits
+from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel.sharding import constrain
 from jaxrl_llm.sampler import cache
 from jaxrl_llm.sampler.cache import KEYS_TOKENS, KEYS_WIDTH, VALUES_TOKENS, VALUES_WIDTH, Cached, token_capacity
 from jaxrl_llm.sampler.quantize import dequantized
 from jaxrl_llm.sampler.sampling import Draw, sample
 
-KeysValues = tuple[tuple[Cached, Cached], ...]  # of each layer
+KeysValues = tuple[cache.Layer, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +42,6 @@ class Prefixes:
 class Answers:
     """How far the answers in N rows have come."""
 
-    step: Int[Array, ""]  # decoding steps so far, the clock of all rows
     start: Int[Array, " N"]  # the step that drew, or would have drawn, the answer's first token
     limit: Int[Array, " N"]  # tokens an answer may have
     token: Int[Array, " N"]  # the next input
@@ -56,13 +57,7 @@ class DecodeState:
     prefixes: Prefixes
     suffixes: KeysValues  # [N,K,C,T], [N,K,T,C]
     answers: Answers
-
-
-class Prefilled(NamedTuple):
-    """Keys and values of M prompts, and of the U tokens that each of their G answers has been fed already."""
-
-    prefixes: KeysValues  # [M,K,C,S], [M,K,S,C]
-    suffixes: KeysValues  # [M·G,K,C,U], [M·G,K,U,C]
+    step: Int[Array, ""]  # decoding steps so far, the clock of all rows
 
 
 class Rows(NamedTuple):
@@ -84,7 +79,7 @@ class Drawn(NamedTuple):
     live: Bool[Array, " N"]  # there is more to be drawn
 
 
-def _blocks(config: transformer.ModelConfig, params: Any) -> tuple[transformer.Transformer, list[transformer.Block]]:
+def _blocks(config: ModelConfig, params: Any) -> tuple[transformer.Transformer, list[transformer.Block]]:
     """The model and its blocks one by one, for params whose layers are a list (see `weights.push`)."""
     model = nnx.eval_shape(lambda: transformer.Transformer(config, nnx.Rngs(0)))
     graph = nnx.split(model.layers)[0]
@@ -96,53 +91,43 @@ def _blocks(config: transformer.ModelConfig, params: Any) -> tuple[transformer.T
 
 
 def prefill(
-    config: transformer.ModelConfig,
-    params: Any,
-    prefix: Int[Array, "M S"],
-    lengths: Int[Array, " M"],
-    begun: Int[Array, "M G U"],
-) -> Prefilled:
-    """Keys and values of prompts, without their last token and right-padded, and of the inputs of begun answers.
+    config: ModelConfig, params: Any, prefix: Int[Array, "M S"], lengths: Int[Array, " M"], fed: Int[Array, "M G U"]
+) -> tuple[KeysValues, KeysValues]:
+    """Keys and values of M prompts, without their last tokens and right-padded, and of what M·G answers were fed.
 
-    begun: what each answer has been fed, which for n tokens is the prompt's last and its own first n−1. U is 0 when no
-    answer was begun.
+    fed: to each begun answer, the prompt's last token and all its own but the last. U is 0 if none was begun.
     """
     model, blocks = _blocks(config, params)
-    (m, size), (_, group, fed) = prefix.shape, begun.shape
-    behind_prompt = lengths[:, None] + jnp.tile(jnp.arange(fed), group)[None]
+    (m, size), (_, group, n) = prefix.shape, fed.shape
+    behind_prompt = lengths[:, None] + jnp.tile(jnp.arange(n), group)[None]
     positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (m, size)), behind_prompt], axis=1)
     angles = transformer.rope(positions, config)
-    inner = attention.grouped(lengths, size, group) if fed else lambda q, k, v, _: (attention.causal(q, k, v), None)
+    inner = attention.grouped(lengths, size, group) if n else lambda q, k, v, _: (attention.causal(q, k, v), None)
     attend = lambda q, k, v, _: (inner(q, k, v, None)[0], (k, v))
-    x = model.embedded(jnp.concatenate([prefix, begun.reshape(m, group * fed)], axis=1))
+    x = model.embedded(jnp.concatenate([prefix, fed.reshape(m, group * n)], axis=1))
+    stored = lambda k, v: (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
     prefixes, suffixes = [], []
     for block in blocks:
-        x, (k, v) = block(x, angles, attend, None)
-        answers = [y[:, size:].reshape(m * group, fed, *y.shape[2:]) for y in (k, v)]
-        prefixes.append((k[:, :size].transpose(0, 2, 3, 1), v[:, :size].swapaxes(1, 2)))
-        suffixes.append((answers[0].transpose(0, 2, 3, 1), answers[1].swapaxes(1, 2)))
-    return Prefilled(tuple(prefixes), tuple(suffixes))
+        x, kv = block(x, angles, attend, None)
+        prefixes.append(stored(*(y[:, :size] for y in kv)))
+        suffixes.append(stored(*(y[:, size:].reshape(m * group, n, *y.shape[2:]) for y in kv)))
+    return tuple(prefixes), tuple(suffixes)
 
 
-def init_prefixes(config: transformer.ModelConfig, kv_dtype: str, prefixes: int, size: int) -> Prefixes:
-    """Empty prefixes for prompts of up to `size` + 1 tokens. kv_dtype: of keys and values."""
-    return Prefixes(init_suffixes(config, kv_dtype, prefixes, size), _split(jnp.zeros(prefixes, jnp.int32)))
+def init(config: ModelConfig, kv_dtype: str, prefixes: int, size: int, rows: int, columns: int) -> DecodeState:
+    """Prefixes of up to `size` tokens and rows of up to `columns`, all empty. kv_dtype: of keys and values."""
 
+    def empty(n: int, tokens: int) -> KeysValues:
+        zeros = lambda *shape: jnp.zeros((n, config.kv_heads, *shape))
+        keys = lambda: _split(cache.in_dtype(zeros(config.head_width, tokens), kv_dtype, KEYS_WIDTH))
+        values = lambda: _split(cache.in_dtype(zeros(tokens, config.head_width), kv_dtype, VALUES_WIDTH))
+        return tuple((keys(), values()) for _ in range(config.layers))
 
-def init_suffixes(config: transformer.ModelConfig, kv_dtype: str, rows: int, columns: int) -> KeysValues:
-    """Keys and values that are all 0, for answers of up to `columns` tokens."""
-    kv, width = config.kv_heads, config.head_width
-    keys = lambda: _split(cache.zeros((rows, kv, width, columns), kv_dtype, KEYS_WIDTH))
-    values = lambda: _split(cache.zeros((rows, kv, columns, width), kv_dtype, VALUES_WIDTH))
-    return tuple((keys(), values()) for _ in range(config.layers))
-
-
-def init_answers(rows: int) -> Answers:
-    """Rows without an answer."""
-    zeros = lambda dtype=jnp.int32: _split(jnp.zeros(rows, dtype))
+    zeros = lambda n=rows, dtype=jnp.int32: _split(jnp.zeros(n, dtype))
     keys = _split(jnp.broadcast_to(jax.random.key(0), rows))
-    draw = Draw(keys, zeros(jnp.float32), zeros(), zeros(jnp.float32))
-    return Answers(jnp.int32(0), zeros(), zeros(), zeros(), zeros(bool), draw)
+    draw = Draw(keys, zeros(dtype=jnp.float32), zeros(), zeros(dtype=jnp.float32))
+    answers = Answers(zeros(), zeros(), zeros(), zeros(dtype=bool), draw)
+    return DecodeState(Prefixes(empty(prefixes, size), zeros(prefixes)), empty(rows, columns), answers, jnp.int32(0))
 
 
 def _split(tree: Any) -> Any:
@@ -150,50 +135,49 @@ def _split(tree: Any) -> Any:
     return jax.tree.map(lambda x: constrain(x, "batch", *(("kv_heads",) if x.ndim > 1 else ())), tree)
 
 
+def _each(change: Callable[..., Cached], kv: KeysValues, *new: tuple) -> KeysValues:
+    """`change` of all keys and values, beside the new ones if any; it gets their axes of width and tokens too."""
+    axes = (KEYS_WIDTH, KEYS_TOKENS), (VALUES_WIDTH, VALUES_TOKENS)
+    layers = zip(kv, *new, strict=True)
+    return tuple(tuple(change(*x, *axes[i]) for i, x in enumerate(zip(*layer, strict=True))) for layer in layers)
+
+
+def _put(old: Cached, new: Array, rows: Int[Array, " Q"], width_axis: int) -> Cached:
+    """New keys or values in the rows of old ones, as far as they go."""
+
+    def put(a: Array, b: Array) -> Array:
+        b = jnp.pad(b, [(0, 0), *((0, n - m) for n, m in zip(a.shape[1:], b.shape[1:], strict=True))])
+        return a.at[rows].set(b, mode="drop")
+
+    return jax.tree.map(put, old, cache.like(old, new, width_axis))
+
+
 def insert_prefixes(
     prefixes: Prefixes, filled: KeysValues, lengths: Int[Array, " M"], into: Int[Array, " M"]
 ) -> Prefixes:
     """Put M prefilled prompts into the prefixes numbered `into`; a number past the end is dropped (padding)."""
-
-    def put(old: Cached, new: Array, width_axis: int) -> Cached:
-        new = cache.in_dtype(new, cache.dtype_of(old), width_axis)
-        grown = lambda a, b: jnp.pad(b, [(0, 0), *((0, n - m) for n, m in zip(a.shape[1:], b.shape[1:], strict=True))])
-        return jax.tree.map(lambda a, b: a.at[into].set(grown(a, b), mode="drop"), old, new)
-
-    kv = tuple(
-        (put(keys, k, KEYS_WIDTH), put(values, v, VALUES_WIDTH))
-        for (keys, values), (k, v) in zip(prefixes.kv, filled, strict=True)
-    )
+    kv = _each(lambda old, new, width_axis, _: _put(old, new, into, width_axis), prefixes.kv, filled)
     return Prefixes(kv, prefixes.lengths.at[into].set(lengths, mode="drop"))
 
 
-def insert_rows(answers: Answers, rows: Rows) -> Answers:
+def insert_rows(answers: Answers, step: Int[Array, ""], rows: Rows) -> Answers:
     """Begin or continue Q answers."""
-    put = lambda old, new: old.at[rows.row].set(new, mode="drop")
-    return replace(
-        answers,
-        start=put(answers.start, answers.step - rows.count),
-        limit=put(answers.limit, rows.limit),
-        token=put(answers.token, rows.token),
-        live=put(answers.live, rows.count < rows.limit),
-        draw=jax.tree.map(put, answers.draw, rows.draw),
-    )
+    new = Answers(step - rows.count, rows.limit, rows.token, rows.count < rows.limit, rows.draw)
+    return jax.tree.map(lambda old, new: old.at[rows.row].set(new, mode="drop"), answers, new)
 
 
-def insert_suffixes(suffixes: KeysValues, step: Int[Array, ""], rows: Rows, filled: KeysValues) -> KeysValues:
-    """Put the keys and values [Q,K,C,U], [Q,K,U,C] of what continued answers have been fed into their rows."""
+def insert_suffixes(
+    suffixes: KeysValues, step: Int[Array, ""], rows: Int[Array, " Q"], count: Int[Array, " Q"], filled: KeysValues
+) -> KeysValues:
+    """Put the keys and values [Q,K,C,U], [Q,K,U,C] of answers with `count` tokens into their rows."""
     columns = token_capacity(suffixes[0][1])
-    token = (jnp.arange(columns)[None] - (step - rows.count)[:, None]) % columns  # [Q,T]: the one that a column holds
+    token = (jnp.arange(columns)[None] - (step - count)[:, None]) % columns  # [Q,T]: the one that a column holds
 
     def put(old: Cached, new: Array, width_axis: int, token_axis: int) -> Cached:
         index = jnp.expand_dims(jnp.minimum(token, new.shape[token_axis] - 1), (1, width_axis))
-        new = cache.in_dtype(jnp.take_along_axis(new, index, axis=token_axis), cache.dtype_of(old), width_axis)
-        return jax.tree.map(lambda a, b: a.at[rows.row].set(b, mode="drop"), old, new)
+        return _put(old, jnp.take_along_axis(new, index, axis=token_axis), rows, width_axis)
 
-    return tuple(
-        (put(keys, k, KEYS_WIDTH, KEYS_TOKENS), put(values, v, VALUES_WIDTH, VALUES_TOKENS))
-        for (keys, values), (k, v) in zip(suffixes, filled, strict=True)
-    )
+    return _each(put, suffixes, filled)
 
 
 def repack_prefixes(prefixes: Prefixes, source: Int[Array, " R'"], size: int) -> Prefixes:
@@ -203,8 +187,7 @@ def repack_prefixes(prefixes: Prefixes, source: Int[Array, " R'"], size: int) ->
         x = jax.lax.slice_in_dim(x[jnp.maximum(source, 0)], 0, min(size, x.shape[token_axis]), axis=token_axis)
         return _split(jnp.pad(x, [(0, size - n if i == token_axis else 0) for i, n in enumerate(x.shape)]))
 
-    move = lambda x, token_axis: jax.tree.map(lambda y: moved(y, token_axis), x)
-    kv = tuple((move(k, KEYS_TOKENS), move(v, VALUES_TOKENS)) for k, v in prefixes.kv)
+    kv = _each(lambda x, _, token_axis: jax.tree.map(lambda y: moved(y, token_axis), x), prefixes.kv)
     return Prefixes(kv, _split(prefixes.lengths[jnp.maximum(source, 0)]))
 
 
@@ -219,19 +202,17 @@ def repack_suffixes(suffixes: KeysValues, step: Int[Array, ""], source: Int[Arra
             return _split(jnp.concatenate([x] * (columns // old_columns), axis=token_axis))
         return _split(jnp.take(x, (step - 1 - age) % old_columns, axis=token_axis))
 
-    move = lambda x, token_axis: jax.tree.map(lambda y: moved(y, token_axis), x)
-    return tuple((move(k, KEYS_TOKENS), move(v, VALUES_TOKENS)) for k, v in suffixes)
+    return _each(lambda x, _, token_axis: jax.tree.map(lambda y: moved(y, token_axis), x), suffixes)
 
 
 def repack_answers(answers: Answers, source: Int[Array, " N'"]) -> Answers:
     """Answers in other rows: new row n is old row source[n], and empty if that is negative."""
-    rows = {f.name: getattr(answers, f.name) for f in fields(answers) if f.name != "step"}
-    rows = jax.tree.map(lambda x: _split(x[jnp.maximum(source, 0)]), rows)
-    return Answers(answers.step, **rows | {"live": rows["live"] & (source >= 0)})
+    answers = jax.tree.map(lambda x: _split(x[jnp.maximum(source, 0)]), answers)
+    return replace(answers, live=answers.live & (source >= 0))
 
 
 def decode_k(
-    config: transformer.ModelConfig,
+    config: ModelConfig,
     eos_ids: tuple[int, ...],
     filtered: bool,
     params: Any,
@@ -253,32 +234,33 @@ def decode_k(
     prefixes, answers = state.prefixes, state.answers
     eos = jnp.asarray(eos_ids, jnp.int32)
     lengths = jax.vmap(lambda n, p: n[p // lanes.shape[2]])(prefixes.lengths.reshape(lanes.shape[:2]), lane_of_row)
-    first = lengths.reshape(-1) + answers.step - answers.start
+    first = lengths.reshape(-1) + state.step - answers.start
     # Of all the steps at once: within the loop XLA would compute a cosine and a sine for each head and layer again.
     angles = transformer.rope(first[None] + jnp.arange(steps)[:, None], config)
 
     def one(carry: tuple[Array, KeysValues, Answers, Drawn]) -> tuple[Array, KeysValues, Answers, Drawn]:
         i, kv, s, out = carry
-        count = s.step - s.start  # tokens that a live answer has
-        column = s.step % columns
+        step = state.step + i
+        count = step - s.start  # tokens that a live answer has
+        column = step % columns
         age = (column - jnp.arange(columns)) % columns
         view = cache.View(prefixes.lengths, lanes, lane_of_row, column, age[None] <= count[:, None])
         attend = cache.decode(view)
         here = jax.tree.map(lambda a: a[i][:, None], angles)
         x, new = model.embedded(s.token[:, None]), []
         for block, prefix, suffix in zip(blocks, prefixes.kv, kv, strict=True):
-            x, layer = block(x, here, attend, cache.LayerCache(*prefix, *suffix))
-            new.append((layer.suffix_k, layer.suffix_v))
+            x, suffix = block(x, here, attend, (prefix, suffix))
+            new.append(suffix)
         with jax.named_scope("sample"):
             logits = tempered_logits(model.norm(x)[:, 0], head, 1.0)
             token, logp = sample(logits, s.draw, count, forced[:, i], filtered)
         live = s.live & ~jnp.isin(token, eos) & (count + 1 < s.limit)
         column_of = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], i, axis=1)
         out = Drawn(column_of(out.tokens, token), column_of(out.logp, logp), out.count + s.live, live)
-        return i + 1, tuple(new), replace(s, token=token, live=live, step=s.step + 1), out
+        return i + 1, tuple(new), replace(s, token=token, live=live), out
 
     zeros = lambda dtype: constrain(jnp.zeros((rows, steps), dtype), "batch")
     nothing = Drawn(zeros(jnp.int32), zeros(jnp.float32), jnp.zeros_like(answers.limit), answers.live)
     go = lambda c: (c[0] < steps) & c[2].live.any()
-    _, suffixes, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.suffixes, answers, nothing))
-    return DecodeState(prefixes, suffixes, answers), drawn
+    done, suffixes, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.suffixes, answers, nothing))
+    return DecodeState(prefixes, suffixes, answers, state.step + done), drawn

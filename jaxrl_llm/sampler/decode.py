@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler import weights
 from jaxrl_llm.sampler.requests import Group, NextRequest, PartialAnswer, Request, check
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.sampler.slots import ActiveGroup, SlotConfig, Slots
+from jaxrl_llm.sampler.slots import ActiveGroup, Slots, check_sizes
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,38 @@ class LocalEngine:
     exact: bool = False
     mesh: Mesh | None = None
 
+    __post_init__ = check_sizes
+
     def sample(
-        self, next_request: NextRequest, latest: Callable[[], weights.SamplerWeights] | None = None
+        self,
+        next_request: NextRequest,
+        latest: Callable[[], weights.SamplerWeights] | None = None,
+        script: Callable[[Request, int], tuple[int, ...]] = lambda request, number: (),
     ) -> Iterator[tuple[Request, Group]]:
         """Groups as they are done. A row that is done is filled at once, with what `next_request` gives.
 
         `latest`: the weights to use, asked before each call, so that they may change while answers are being drawn.
+        `script`: the tokens that an answer of a request shall have instead of drawn ones, if any.
         """
-        return _sample(self, next_request, latest or (lambda: self.weights))
+        slots, latest = Slots(self), latest or (lambda: self.weights)
+        waiting: deque[PartialAnswer] = deque()
+        limits = {
+            "max_prompt_tokens": self.max_prompt_tokens or None,
+            "max_tokens": self.max_tokens if self.exact else None,
+        }
+        while True:
+            while slots.busy + len(waiting) < self.slots and (request := next_request()) is not None:
+                check(request, vocab_size=self.model.vocab_size, **limits)
+                answers = [PartialAnswer(request, g, script(request, g)) for g in range(request.group)]
+                group = ActiveGroup(request, answers)
+                waiting += [answer for answer in answers if answer.open]
+                if not group.is_open:
+                    yield request, group.result()
+            if not waiting and not slots.busy:
+                return
+            slots.fill(latest(), waiting)
+            for group in slots.step(latest()):
+                yield group.request, group.result()
 
     def pushed(self, params: Any) -> LocalEngine:
         """The same engine with the learner's parameters, one version on."""
@@ -66,43 +90,17 @@ class LocalEngine:
         return self.weights.bytes
 
 
-def _sample(
-    engine: LocalEngine,
-    next_request: NextRequest,
-    latest: Callable[[], weights.SamplerWeights],
-    script: Callable[[Request, int], tuple[int, ...]] = lambda request, number: (),
-) -> Iterator[tuple[Request, Group]]:
-    """`LocalEngine.sample`, with the tokens of `script` instead of drawn ones for answers that have one."""
-    shared = ("model", "tokenizer", "slots", "max_prompt_tokens", "max_tokens", "tokens_per_call", "kv_dtype", "exact")
-    slots = Slots(SlotConfig(**{name: getattr(engine, name) for name in shared}, mesh=engine.mesh))
-    waiting: deque[PartialAnswer] = deque()
-    limits = {"max_prompt_tokens": engine.max_prompt_tokens} if engine.max_prompt_tokens else {}
-    limits |= {"max_tokens": engine.max_tokens} if engine.exact else {}
-    while True:
-        while slots.busy + len(waiting) < engine.slots and (request := next_request()) is not None:
-            check(request, vocab_size=engine.model.vocab_size, **limits)
-            group = ActiveGroup(request, [PartialAnswer(request, g, script(request, g)) for g in range(request.group)])
-            waiting += [answer for answer in group.answers if answer.open]
-            if not group.is_open:
-                yield request, group.result()
-        if not waiting and not slots.busy:
-            return
-        slots.fill(latest(), waiting)
-        for group in slots.step(latest()):
-            yield group.request, group.result()
-
-
 def push_weights(engine: Any, params: Any) -> Any:
     """An engine with the learner's parameters, one version on."""
     return engine.pushed(params)
 
 
-def generate(engine: Any, requests: Sequence[Request]) -> list[Group]:
-    """The groups of all requests, in their order."""
-    queue, groups = deque(requests), defaultdict(deque)
-    for request, group in engine.sample(lambda: queue.popleft() if queue else None):
-        groups[id(request)].append(group)  # more than one if the same request was asked twice: they are equal
-    return [groups[id(request)].popleft() for request in requests]
+def generate(engine: Any, requests: Sequence[Request], **options: Any) -> list[Group]:
+    """The groups of all requests, in their order. options: of the engine's `sample`."""
+    queue = deque(requests)
+    # One request may be there twice: its groups are equal.
+    groups = {id(r): group for r, group in engine.sample(lambda: queue.popleft() if queue else None, **options)}
+    return [groups[id(request)] for request in requests]
 
 
 def forced_logprobs(engine: LocalEngine, requests: Sequence[Request], groups: Sequence[Group]) -> list[np.ndarray]:
@@ -110,14 +108,7 @@ def forced_logprobs(engine: LocalEngine, requests: Sequence[Request], groups: Se
 
     With `exact` and the weights that have drawn the tokens they are the recorded log-probs, bit for bit.
     """
-    asked = deque(replace(r, begun=(), budget=0, stop=()) for r in requests)
-    given = {(r.seed, r.draw): group for r, group in zip(requests, groups, strict=True)}
-    found = {}
-    for request, group in _sample(
-        engine,
-        lambda: asked.popleft() if asked else None,
-        lambda: engine.weights,
-        lambda request, number: tuple(given[request.seed, request.draw][number].tokens.tolist()),
-    ):
-        found[request.seed, request.draw] = [a.logp for a in group]
-    return [logp for r in requests for logp in found[r.seed, r.draw]]
+    asked = [replace(r, begun=(), budget=0, stop=()) for r in requests]
+    given = {id(r): group for r, group in zip(asked, groups, strict=True)}
+    script = lambda request, number: tuple(given[id(request)][number].tokens.tolist())
+    return [answer.logp for group in generate(engine, asked, script=script) for answer in group]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import traceback
 from collections import deque
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.tokenizers import Tokenizer
+from jaxrl_llm.objective.algorithms import call
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.requests import Answer, Group, NextRequest, Request
 from jaxrl_llm.types import CANCELLED, EOS, Prompt, Reward, Rollouts, Task
@@ -23,10 +23,8 @@ def encode_prompts(tokenizer: Tokenizer, prompts: tuple[Prompt, ...], max_prompt
     ids = [tokenizer.encode(p.text, p.question) for p in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not 0 < len(tokens) <= max_prompt_tokens:
-            raise ValueError(
-                f"prompt {prompt.id} has {len(tokens)} tokens; expected 1 to rollout.max_prompt_tokens = "
-                f"{max_prompt_tokens}"
-            )
+            most = f"rollout.max_prompt_tokens = {max_prompt_tokens}"
+            raise ValueError(f"prompt {prompt.id} has {len(tokens)} tokens; expected 1 to {most}")
     return ids
 
 
@@ -40,7 +38,6 @@ def to_rollouts(
 ) -> Rollouts:
     """Answered requests as arrays."""
     answers = [a for group in groups for a in group]
-    finish = np.array([a.finish for a in answers])
     text = lambda a: tokenizer.decode(a.tokens[:-1] if a.finish == EOS else a.tokens)
     return Rollouts(
         prompts=tuple(prompts),
@@ -49,15 +46,15 @@ def to_rollouts(
         tokens=_padded([a.tokens for a in answers]),
         sampler_logp=_padded([a.logp for a in answers]),
         lengths=np.array([len(a.tokens) for a in answers], np.int32),
-        finish=finish,
+        finish=np.array([a.finish for a in answers]),
         texts=tuple(map(text, answers)),
         draws=np.array([r.draw for r in requests], np.int64),
         versions=_padded([a.versions for a in answers]),
     )
 
 
-def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    out = np.zeros((len(rows), max(map(len, rows))), rows[0].dtype)
+def _padded(rows: Sequence[np.ndarray], width: int = 0) -> np.ndarray:
+    out = np.zeros((len(rows), width or max(map(len, rows))), rows[0].dtype)
     for old, new in zip(out, rows, strict=True):
         old[: len(new)] = new
     return out
@@ -79,15 +76,10 @@ def sampler_logprobs(engine: Any, answers: Rollouts, *, seed: int) -> np.ndarray
         make_request(engine, tokens[:n].tolist(), group, seed=seed, draw=int(draw))
         for tokens, n, draw in zip(answers.prompt_tokens, answers.prompt_lengths, answers.draws, strict=True)
     ]
-    rows = [
-        Answer(answers.tokens[i, :n], answers.sampler_logp[i, :n], answers.versions[i, :n], str(answers.finish[i]))
-        for i, n in enumerate(answers.lengths.tolist())
-    ]
+    columns = answers.tokens, answers.sampler_logp, answers.versions
+    rows = [Answer(*(x[i, :n] for x in columns), str(answers.finish[i])) for i, n in enumerate(answers.lengths)]
     groups = [tuple(rows[p * group : (p + 1) * group]) for p in range(len(asked))]
-    out = np.zeros_like(answers.sampler_logp)
-    for row, logp in zip(out, decode.forced_logprobs(engine, asked, groups), strict=True):
-        row[: len(logp)] = logp
-    return out
+    return _padded(decode.forced_logprobs(engine, asked, groups), answers.tokens.shape[1])
 
 
 def score(task: Task, rollouts: Rollouts) -> list[Reward]:
@@ -103,9 +95,7 @@ def score(task: Task, rollouts: Rollouts) -> list[Reward]:
         try:
             reward = task.reward(prompt, text, str(finish))
             sound = isinstance(reward, Reward) and math.isfinite(reward.value)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             frames = traceback.extract_tb(error.__traceback__)
             at = [f for f in frames if f.filename == frames[min(1, len(frames) - 1)].filename][-1]  # in the verifier
             what = f"reward of prompt {prompt.id} raised {type(error).__name__}: {error}"
@@ -183,22 +173,22 @@ def fill_batch(
         if full + len(under_way) >= prompts or (asked == most and not first and not put_aside):
             return None
         if first:
-            next_one = first.popleft()
+            prompt = first.popleft()
         elif len(put_aside) >= prompts or asked == most:
-            next_one = put_aside.popleft()
+            prompt = put_aside.popleft()
         else:
             asked += 1
-            next_one = ask()
-        under_way[next_one.draw] = next_one
-        return request(next_one)
+            prompt = ask()
+        under_way[prompt.draw] = prompt
+        return request(prompt)
 
     for answered, group in sample(next_request):
-        one = under_way.pop(answered.draw)
+        prompt = under_way.pop(answered.draw)
         if any(a.finish == CANCELLED for a in group):
-            put_aside.append(replace(one, begun=group))
-            continue
-        judged.append(judge(one, answered, group))
-        full += judged[-1].kept or not resample
+            put_aside.append(replace(prompt, begun=group))
+        else:
+            judged.append(judge(prompt, answered, group))
+            full += judged[-1].kept or not resample
     judged.sort(key=lambda j: j.prompt.draw)
     chosen = [j for j in judged if j.kept or not resample]
     if full < prompts:
@@ -234,7 +224,7 @@ def passes_filter(keep: Callable | None, rewards: Sequence[Reward], shaped: np.n
     if keep is None:
         return True
     judged = {"correct": np.array([[r.correct for r in rewards]]), "rewards": shaped[None]}
-    return bool(keep(**{name: judged[name] for name in inspect.signature(keep).parameters if name in judged})[0])
+    return bool(call(keep, judged)[0])
 
 
 def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
@@ -244,8 +234,9 @@ def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
         arrays = [getattr(r, name) for r in parts]
         if arrays[0] is None or isinstance(arrays[0], tuple):
             return arrays[0] and tuple(x for a in arrays for x in a)
-        width = max(a.shape[1] for a in arrays) if arrays[0].ndim == 2 else None
-        fit = lambda a: a if width is None else np.pad(a, ((0, 0), (0, width - a.shape[1])))
-        return np.concatenate([fit(a) for a in arrays])
+        if arrays[0].ndim == 2:
+            width = max(a.shape[1] for a in arrays)
+            arrays = [np.pad(a, ((0, 0), (0, width - a.shape[1]))) for a in arrays]
+        return np.concatenate(arrays)
 
     return Rollouts(**{f.name: gather(f.name) for f in fields(Rollouts)})

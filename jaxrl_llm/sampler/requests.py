@@ -23,6 +23,9 @@ class Answer:
     finish: str  # eos, stop, length; cancelled: ended from outside, and may be continued
 
 
+NOTHING = Answer(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), types.CANCELLED)
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and how its group is to be sampled.
@@ -52,16 +55,11 @@ def check(
 ) -> None:
     """Raises ValueError with the field of the request that cannot be served."""
     r, s = request, request.sampling
-    ids = np.asarray(r.prompt)
     most = "" if max_prompt_tokens is None else f" to {max_prompt_tokens}"
-    fits = len(ids) >= 1 and (max_prompt_tokens is None or len(ids) <= max_prompt_tokens)
-    types.expect(fits, "prompt", f"{len(ids)} tokens", f"1{most}")
-    types.expect(
-        ids.min() >= 0 and ids.max() < vocab_size,
-        "prompt",
-        [int(ids.min()), int(ids.max())],
-        f"token ids in [0, {vocab_size})",
-    )
+    fits = r.prompt and (max_prompt_tokens is None or len(r.prompt) <= max_prompt_tokens)
+    types.expect(fits, "prompt", f"{len(r.prompt)} tokens", f"1{most}")
+    low, high = int(min(r.prompt)), int(max(r.prompt))
+    types.expect(low >= 0 and high < vocab_size, "prompt", [low, high], f"token ids in [0, {vocab_size})")
     types.expect(r.group >= 1, "group", r.group, "at least 1")
     types.expect(r.max_tokens >= 1, "max_tokens", r.max_tokens, "at least 1")
     types.expect(max_tokens is None or r.max_tokens <= max_tokens, "max_tokens", r.max_tokens, f"at most {max_tokens}")
@@ -114,20 +112,15 @@ class StopSearch:
 class PartialAnswer:
     """An answer while it is being drawn, of a group that its `slots.ActiveGroup` sets."""
 
-    group: Any = None
+    group: Any
 
     def __init__(self, request: Request, number: int, script: tuple[int, ...] = ()):
         """script: the tokens it shall have, whatever would be drawn."""
         self.request, self.number, self.script = request, number, script
-        self.tokens: list[int] = []
-        self.logp: list[float] = []
-        self.versions: list[int] = []
-        self.finish = types.CANCELLED
+        begun = request.begun[number] if request.begun else NOTHING
+        self.tokens, self.logp, self.versions = begun.tokens.tolist(), begun.logp.tolist(), begun.versions.tolist()
+        self._n_begun, self.finish = len(self.tokens), begun.finish
         self._search: StopSearch | None = None
-        if request.begun:
-            begun = request.begun[number]
-            self.tokens, self.logp, self.versions = (getattr(begun, n).tolist() for n in ("tokens", "logp", "versions"))
-            self.finish = begun.finish
 
     @property
     def limit(self) -> int:
@@ -135,8 +128,7 @@ class PartialAnswer:
         r = self.request
         if self.script:
             return len(self.script)
-        begun = len(r.begun[self.number].tokens) if r.begun else 0
-        return min(r.max_tokens, begun + r.budget) if r.budget else r.max_tokens
+        return min(r.max_tokens, self._n_begun + r.budget) if r.budget else r.max_tokens
 
     @property
     def open(self) -> bool:
@@ -164,6 +156,5 @@ class PartialAnswer:
             self.finish = types.LENGTH
 
     def answer(self) -> Answer:
-        array = lambda x, dtype: np.array(x, dtype)
-        arrays = array(self.tokens, np.int32), array(self.logp, np.float32), array(self.versions, np.int32)
-        return Answer(*arrays, self.finish)
+        ints = lambda x: np.array(x, np.int32)
+        return Answer(ints(self.tokens), np.array(self.logp, np.float32), ints(self.versions), self.finish)

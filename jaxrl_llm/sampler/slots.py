@@ -8,7 +8,7 @@ serve a whole run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -33,9 +33,17 @@ AT_ONCE = (1, 4, 16, 64)  # prompts in one prefill
 PERIOD = 64  # calls of the decoding loop; shapes stay as large as this one or the period before has needed them
 
 
+def check_sizes(config: Any) -> None:
+    """ValueError if slots cannot be made for this SlotConfig or `decode.LocalEngine`."""
+    for name in ("slots", "max_tokens", "tokens_per_call"):
+        expect(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
+    sized = config.max_prompt_tokens > 0 or not config.exact
+    expect(sized, "max_prompt_tokens", config.max_prompt_tokens, "a positive number for exact")
+
+
 @dataclass(frozen=True)
 class SlotConfig:
-    """What slots need to know of the engine that owns them."""
+    """What slots need to know of the engine that owns them; a `decode.LocalEngine` has these fields too."""
 
     model: ModelConfig
     tokenizer: Tokenizer
@@ -47,11 +55,7 @@ class SlotConfig:
     exact: bool = False  # see `decode.LocalEngine`
     mesh: Mesh | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("slots", "max_tokens", "tokens_per_call"):
-            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        sized = self.max_prompt_tokens > 0 or not self.exact
-        expect(sized, "max_prompt_tokens", self.max_prompt_tokens, "a positive number for exact")
+    __post_init__ = check_sizes
 
 
 @dataclass(eq=False)
@@ -86,9 +90,7 @@ class _Shape(NamedTuple):
 
 
 _prefill = jax.jit(core.prefill, static_argnums=0)
-_init_prefixes = jax.jit(core.init_prefixes, static_argnums=(0, 1, 2, 3))
-_init_suffixes = jax.jit(core.init_suffixes, static_argnums=(0, 1, 2, 3))
-_init_answers = jax.jit(core.init_answers, static_argnums=0)
+_init = jax.jit(core.init, static_argnums=range(6))
 _insert_prefixes = jax.jit(core.insert_prefixes, donate_argnums=0)
 _insert_rows = jax.jit(core.insert_rows, donate_argnums=0)
 _insert_suffixes = jax.jit(core.insert_suffixes, donate_argnums=0)
@@ -105,16 +107,7 @@ def _keys(seeds: jax.Array, draws: jax.Array, numbers: jax.Array) -> jax.Array:
     return jax.vmap(lambda seed, draw, number: fold(fold(jax.random.key(seed), draw), number))(seeds, draws, numbers)
 
 
-def _draw_of(answers: Sequence[PartialAnswer], n: int) -> Draw:
-    """How the answers are to be drawn, padded to n."""
-    gather = lambda name, dtype: _padded([getattr(a.request.sampling, name) for a in answers], n, dtype)
-    seeds = _padded([a.request.seed for a in answers], n, np.uint32)
-    draws = _padded([a.request.draw for a in answers], n, np.uint32)
-    keys = _keys(seeds, draws, _padded([a.number for a in answers], n, np.uint32))
-    return Draw(keys, gather("temperature", np.float32), gather("top_k", np.int32), gather("top_p", np.float32))
-
-
-def _padded(values: Sequence[Any], n: int, dtype: Any = np.int32, fill: int = 0) -> np.ndarray:
+def _padded(values: Collection[Any], n: int, dtype: Any = np.int32, fill: int = 0) -> np.ndarray:
     return np.array([*values, *[fill] * (n - len(values))], dtype)
 
 
@@ -123,28 +116,20 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def _prefixes_of(prompts: Sequence[Sequence[int]], rows: int, size: int) -> np.ndarray:
-    """Prompts without their last tokens, [rows,size], right-padded."""
-    out = np.zeros((rows, size), np.int32)
-    for row, prompt in zip(out, prompts, strict=False):
-        row[: len(prompt) - 1] = prompt[:-1]
-    return out
-
-
-def _rows_of(answers: Sequence[tuple[int, PartialAnswer]], n: int, past: int) -> core.Rows:
-    """Answers to be inserted, each with its row, padded to n with the row number `past`, which is dropped."""
-    partials = [answer for _, answer in answers]
+def _rows_of(answers: dict[int, PartialAnswer], n: int) -> core.Rows:
+    """Answers to be inserted into these of n rows. Padded to n, so that there is one program."""
+    partials = answers.values()
+    requests = [a.request for a in partials]
+    identity = [r.seed for r in requests], [r.draw for r in requests], [a.number for a in partials]
+    keys = _keys(*(_padded(x, n, np.uint32) for x in identity))
+    sampling = lambda name, dtype: _padded([getattr(r.sampling, name) for r in requests], n, dtype)
     return core.Rows(
-        _padded([row for row, _ in answers], n, fill=past),
+        _padded(answers, n, fill=n),
         _padded([a.tokens[-1] if a.tokens else a.request.prompt[-1] for a in partials], n),
         _padded([len(a.tokens) for a in partials], n),
         _padded([a.limit for a in partials], n),
-        _draw_of(partials, n),
+        Draw(keys, sampling("temperature", np.float32), sampling("top_k", np.int32), sampling("top_p", np.float32)),
     )
-
-
-def _multiple_of_eight(n: int) -> int:
-    return -(-n // 8) * 8
 
 
 class Slots:
@@ -167,14 +152,11 @@ class Slots:
         """Rows that are taken."""
         return sum(x is not None for x in self.rows)
 
-    def _by_shard(self, entries: list) -> list[range]:
-        """The numbers of the rows, or of the prefixes, that lie in each shard."""
+    def _taken(self, entries: list, taken: bool = True) -> list[list[int]]:
+        """For each shard the numbers of its rows, or prefixes, that are taken; or of those that are free."""
         n = len(entries) // self.shards
-        return [range(s * n, (s + 1) * n) for s in range(self.shards)]
-
-    def _fullest(self, entries: list) -> int:
-        """Rows, or prefixes, that are taken in the shard that has most of them."""
-        return max((sum(entries[i] is not None for i in shard) for shard in self._by_shard(entries)), default=0)
+        shards = [range(s * n, (s + 1) * n) for s in range(self.shards)]
+        return [[i for i in shard if (entries[i] is not None) == taken] for shard in shards]
 
     # --- shapes
 
@@ -185,14 +167,15 @@ class Slots:
         if c.exact:
             size = power_of_two(c.max_prompt_tokens - 1, MIN_PREFIX)
             lanes = max(lanes, self.shape.lanes)
-            return _Shape(self.max_rows, self.max_rows, size, _multiple_of_eight(c.max_tokens), lanes)
-        demand, fullest = min(len(live) + len(waiting), self.max_rows), self._fullest(self.rows)
+            return _Shape(self.max_rows, self.max_rows, size, -(-c.max_tokens // 8) * 8, lanes)
+        demand = min(len(live) + len(waiting), self.max_rows)
+        fullest, most_prefixes = (max(map(len, self._taken(x))) for x in (self.rows, self.prefixes))
         rows = min(n for n in self.row_sizes if n >= demand and n // self.shards >= fullest)
         soon = [*live, *list(waiting)[: rows - len(live)]]
-        prefixes = max(-(-len({a.group for a in soon}) // self.shards), self._fullest(self.prefixes))
+        prefixes = max(-(-len({a.group for a in soon}) // self.shards), most_prefixes)
         work = [*live, *waiting]  # all: where a shard is full, an answer from further back comes first
         columns = max(min(len(a.tokens) + c.tokens_per_call, a.limit) for a in work)
-        most = _multiple_of_eight(max(a.limit for a in work))
+        most = -(-max(a.limit for a in work) // 8) * 8
         size = power_of_two(max(len(a.request.prompt) for a in work) - 1, MIN_PREFIX)
         columns = min(power_of_two(columns, MIN_COLUMNS), most)
         return _Shape(rows, self.shards * power_of_two(prefixes), size, columns, lanes)
@@ -219,22 +202,15 @@ class Slots:
         new, old, c = self._wanted(waiting), self.shape, self.config
         self.shape = new
         if self.state is None:
-            kv_dtype = c.kv_dtype or c.model.dtype
-            self.state = core.DecodeState(
-                _init_prefixes(c.model, kv_dtype, new.prefixes, new.size),
-                _init_suffixes(c.model, kv_dtype, new.rows, new.columns),
-                _init_answers(new.rows),
-            )
+            sizes = new.prefixes, new.size, new.rows, new.columns
+            self.state = _init(c.model, c.kv_dtype or c.model.dtype, *sizes)
             self.rows, self.prefixes = [None] * new.rows, [None] * new.prefixes
             return
         state = self.state
         if (new.rows, new.columns) != (old.rows, old.columns):
             source, self.rows = self._moved(self.rows, new.rows)
-            state = replace(
-                state,
-                suffixes=_repack_suffixes(state.suffixes, state.answers.step, source, new.columns),
-                answers=_repack_answers(state.answers, source),
-            )
+            suffixes = _repack_suffixes(state.suffixes, state.step, source, new.columns)
+            state = replace(state, suffixes=suffixes, answers=_repack_answers(state.answers, source))
         if (new.prefixes, new.size) != (old.prefixes, old.size):
             source, self.prefixes = self._moved(self.prefixes, new.prefixes)
             state = replace(state, prefixes=_repack_prefixes(state.prefixes, source, new.size))
@@ -244,14 +220,8 @@ class Slots:
         self.state = state
 
     def _moved(self, entries: list, n: int) -> tuple[np.ndarray, list]:
-        """For each of n new rows (or prefixes) the old one it is filled from, −1 for none; and whose it is.
-
-        Each stays in its shard.
-        """
-        source = []
-        for shard in self._by_shard(entries):
-            taken = [i for i in shard if entries[i] is not None]
-            source += taken + [-1] * (n // self.shards - len(taken))
+        """For each of n new rows, or prefixes, the old one in its shard that it comes from, or −1; and whose it is."""
+        source = [i for taken in self._taken(entries) for i in taken + [-1] * (n // self.shards - len(taken))]
         return np.array(source, np.int32), [None if i < 0 else entries[i] for i in source]
 
     # --- filling
@@ -261,92 +231,82 @@ class Slots:
         if self.config.exact and (self.busy or not waiting):
             return
         self._fit(waiting)
-        if self.config.exact:
-            answers = self.state.answers  # an answer's first token goes to column 0
-            self.state = replace(self.state, answers=replace(answers, step=jnp.zeros_like(answers.step)))
-        filled: dict[ActiveGroup, list[tuple[int, PartialAnswer]]] = {}  # new answers and their rows
+        if self.config.exact:  # an answer's first token goes to column 0
+            self.state = replace(self.state, step=jnp.zeros_like(self.state.step))
+        filled: dict[int, PartialAnswer] = {}  # rows
         no_row = []
         while waiting and None in self.rows:
             answer = waiting.popleft()
             row = self._free_row(answer.group)
             if row is None:
                 no_row.append(answer)
-                continue
-            self.rows[row] = answer
-            filled.setdefault(answer.group, []).append((row, answer))
+            else:
+                self.rows[row] = filled[row] = answer
         waiting.extendleft(reversed(no_row))
-        self._prefill(weights, [group for group in filled if not group.begun and group.suffixes is None])
-        self._insert([x for group, answers in filled.items() if not group.begun for x in answers])
-        for group, answers in filled.items():
+        groups = list(dict.fromkeys(answer.group for answer in filled.values()))
+        self._prefill(weights, [group for group in groups if not group.begun and group.suffixes is None])
+        for group in groups:
             if group.begun:
-                self._continue(weights, group, answers)
+                self._continue(weights, group, {a.number: row for row, a in filled.items() if a.group is group})
+        if filled:
+            answers = _insert_rows(self.state.answers, self.state.step, _rows_of(filled, len(self.rows)))
+            self.state = replace(self.state, answers=answers)
 
     def _free_row(self, group: ActiveGroup) -> int | None:
         """A free row in the shard that has the group's prompt, None if there is none.
 
         A group whose prompt is not on the device gets a prefix, in the shard with most free rows.
         """
-        free = lambda entries, shard: [i for i in shard if entries[i] is None]
-        shards = list(zip(self._by_shard(self.rows), self._by_shard(self.prefixes), strict=True))
+        rows, prefixes = self._taken(self.rows, False), self._taken(self.prefixes, False)
         if group.prefix >= 0:
-            shards = [s for s in shards if group.prefix in s[1]]
+            shards = [group.prefix * self.shards // len(self.prefixes)]
         else:
-            shards = [s for s in shards if free(self.prefixes, s[1])]
-        rows, prefixes = max(shards, key=lambda s: len(free(self.rows, s[0])), default=((), ()))
-        found = free(self.rows, rows)
-        if not found:
+            shards = [s for s in range(self.shards) if prefixes[s]]
+        shard = max(shards, key=lambda s: len(rows[s]), default=None)
+        if shard is None or not rows[shard]:
             return None
         if group.prefix < 0:
-            group.prefix = free(self.prefixes, prefixes)[0]
+            group.prefix = prefixes[shard][0]
             self.prefixes[group.prefix] = group
-        return found[0]
+        return rows[shard][0]
 
     def _prefill(self, weights: SamplerWeights, groups: list[ActiveGroup]) -> None:
         """Prefill the prompts of groups of which nothing is begun, in batches of few sizes."""
-        for group in groups:
-            group.suffixes = ()
         while groups:
             n = 1 if self.config.exact else max(m for m in AT_ONCE if m <= len(groups))
             batch, groups = groups[:n], groups[n:]
-            longest = max(len(g.request.prompt) for g in batch)
-            size = self.shape.size if self.config.exact else power_of_two(longest - 1, MIN_PREFIX)
-            nothing_begun = np.zeros((sharding.rows(n, self.config.mesh), 1, 0), np.int32)
-            self._prefill_batch(weights, batch, size, nothing_begun)
+            self._prefill_batch(weights, batch, np.zeros((sharding.rows(n, self.config.mesh), 1, 0), np.int32))
+            for group in batch:
+                group.suffixes = ()
 
-    def _prefill_batch(
-        self, weights: SamplerWeights, groups: list[ActiveGroup], size: int, begun: np.ndarray
-    ) -> core.Prefilled:
-        """Prefill and put the prompts into their prefixes. `groups` are padded to as many rows as `begun` has."""
-        prompts, n = [g.request.prompt for g in groups], len(begun)
-        lengths = _padded([len(p) - 1 for p in prompts], n)
-        filled = _prefill(self.config.model, weights.params, _prefixes_of(prompts, n, size), lengths, begun)
+    def _prefill_batch(self, weights: SamplerWeights, groups: list[ActiveGroup], fed: np.ndarray) -> core.KeysValues:
+        """Fill the groups' prefixes, padded to as many as `fed` has rows. Returns keys and values of what was fed."""
+        prompts, n = [g.request.prompt[:-1] for g in groups], len(fed)
+        size = self.shape.size if self.config.exact else power_of_two(max(map(len, prompts)), MIN_PREFIX)
+        tokens = np.zeros((n, size), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=False):
+            row[: len(prompt)] = prompt
+        lengths = _padded([len(p) for p in prompts], n)
+        prefixes, suffixes = _prefill(self.config.model, weights.params, tokens, lengths, fed)
         into = _padded([g.prefix for g in groups], n, fill=len(self.prefixes))
-        prefixes = _insert_prefixes(self.state.prefixes, filled.prefixes, lengths, into)
+        prefixes = _insert_prefixes(self.state.prefixes, prefixes, lengths, into)
         self.state = replace(self.state, prefixes=prefixes)
         self.prefills += len(groups)
-        return filled
+        return suffixes
 
-    def _insert(self, answers: list[tuple[int, PartialAnswer]]) -> None:
-        """Answers into their rows, padded to as many as there are rows, so that there is one program."""
-        n = len(self.rows)
-        if answers:
-            self.state = replace(self.state, answers=_insert_rows(self.state.answers, _rows_of(answers, n, n)))
-
-    def _continue(self, weights: SamplerWeights, group: ActiveGroup, answers: list[tuple[int, PartialAnswer]]) -> None:
-        """Answers that were begun: the tokens of the whole group go through the model once, beside their prompt."""
-        prompt, past = group.request.prompt, len(self.rows)
+    def _continue(self, weights: SamplerWeights, group: ActiveGroup, row_of: dict[int, int]) -> None:
+        """Put what begun answers were fed into their rows; a whole group and its prompt go through the model once."""
         if group.suffixes is None:
             tokens = [a.tokens if a.open else [] for a in group.answers]
-            begun = np.zeros((self.shards, len(tokens), power_of_two(max(map(len, tokens)), MIN_PREFIX)), np.int32)
-            for row, ids in zip(begun[0], tokens, strict=True):
-                row[: len(ids)] = [prompt[-1], *ids][: len(ids)]
-            filled = self._prefill_batch(weights, [group], power_of_two(len(prompt) - 1, MIN_PREFIX), begun)
-            group.suffixes = jax.tree.map(lambda x: x[: len(tokens)], filled.suffixes)
-        row_of = {a.number: row for row, a in answers}
-        rows = _rows_of([(row_of.get(a.number, past), a) for a in group.answers], len(group.answers), past)
-        suffixes = _insert_suffixes(self.state.suffixes, self.state.answers.step, rows, group.suffixes)
-        self.state = replace(self.state, suffixes=suffixes)
-        self._insert(answers)
+            fed = np.zeros((self.shards, len(tokens), power_of_two(max(map(len, tokens)), MIN_PREFIX)), np.int32)
+            for row, ids in zip(fed[0], tokens, strict=True):
+                row[: len(ids)] = [group.request.prompt[-1], *ids][: len(ids)]
+            suffixes = self._prefill_batch(weights, [group], fed)
+            group.suffixes = jax.tree.map(lambda x: x[: len(tokens)], suffixes)
+        rows = np.array([row_of.get(a.number, len(self.rows)) for a in group.answers], np.int32)
+        count, state = np.array([len(a.tokens) for a in group.answers], np.int32), self.state
+        suffixes = _insert_suffixes(state.suffixes, state.step, rows, count, group.suffixes)
+        self.state = replace(state, suffixes=suffixes)
 
     # --- drawing
 
@@ -373,8 +333,7 @@ class Slots:
                 self.rows[i] = None
                 stopped |= bool(live[i])
         if stopped:
-            live = live & np.array([x is not None for x in self.rows])
-            answers = self.state.answers
+            live, answers = live & np.array([x is not None for x in self.rows]), self.state.answers
             answers = replace(answers, live=jax.device_put(live, answers.live.sharding))
             self.state = replace(self.state, answers=answers)
         # A group that another thread has just cancelled may still have a row, whose prompt has to stay.
@@ -387,14 +346,12 @@ class Slots:
     def _lanes(self) -> tuple[np.ndarray, np.ndarray]:
         """`lanes` and `lane_of_row` of `cache.View`."""
         n, r, width = len(self.rows) // self.shards, len(self.prefixes) // self.shards, self.shape.lanes
-        readers: list[list[int]] = [[] for _ in self.prefixes]
+        lanes, lane_of_row = np.zeros((self.shards, r, width), np.int32), np.zeros((self.shards, n), np.int32)
+        used = [0] * len(self.prefixes)  # lanes of each prefix
         for i, answer in enumerate(self.rows):
             if answer is not None:
-                readers[answer.group.prefix].append(i)
-        lanes = np.zeros((self.shards, r, width), np.int32)
-        lane_of_row = np.zeros((self.shards, n), np.int32)
-        for p, rows in enumerate(readers):
-            for lane, i in enumerate(rows):
-                lanes[p // r, p % r, lane] = i % n
-                lane_of_row[i // n, i % n] = (p % r) * width + lane
+                p = answer.group.prefix
+                lanes[p // r, p % r, used[p]] = i % n
+                lane_of_row[i // n, i % n] = (p % r) * width + used[p]
+                used[p] += 1
         return lanes, lane_of_row

@@ -30,11 +30,7 @@ class SamplerWeights:
 
 
 def _shared(axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The axes of a matrix along which quantized numbers share a scale.
-
-    Those that are summed over, so that a scale belongs to an output channel; of the embedding, which is looked up and
-    multiplied with, the width.
-    """
+    """Axes of a matrix along which quantized numbers share a scale: those summed over; of the embedding its width."""
     if axes[0] == "embed":
         return (0,)
     return (len(axes) - 1,) if axes[0] == "vocab" else tuple(range(len(axes) - 1))
@@ -53,21 +49,17 @@ def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None, qu
     axes["layers"] = [jax.tree.map(lambda a: a[1:], axes["layers"], is_leaf=is_axes)] * config.layers
     params = {**params, "layers": [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(config.layers)]}
     whole = lambda a: tuple(None if m == "fsdp" else m for m in sharding.spec(a))
-
-    def pin(x: jax.Array, spec: tuple) -> jax.Array:
-        if mesh is None:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    sharded = lambda spec: NamedSharding(mesh, PartitionSpec(*spec))
+    pin = lambda x, spec: x if mesh is None else jax.lax.with_sharding_constraint(x, sharded(spec))
 
     def one(path: Any, names: tuple[str, ...], x: jax.Array) -> Any:
+        spec, shared = whole(names), _shared(names)
         if path[-1].key == "scale":  # norms are taken in float32, in the learner too
-            return pin(x, whole(names))
+            return pin(x, spec)
         if quantized and not path[-1].key.endswith("bias"):
-            q, shared = quantize(x, _shared(names), quantized), _shared(names)
-            scale = tuple(None if i in shared else m for i, m in enumerate(whole(names)))
-            return Quantized(pin(q.x, whole(names)), pin(q.scale, scale))
-        dtype = head_dtype if path[0].key in ("head", "embed") else config.dtype
-        return pin(x.astype(dtype), whole(names))
+            q = quantize(x, shared, quantized)
+            return Quantized(pin(q.x, spec), pin(q.scale, [None if i in shared else m for i, m in enumerate(spec)]))
+        return pin(x.astype(head_dtype if path[0].key in ("head", "embed") else config.dtype), spec)
 
     return jax.tree_util.tree_map_with_path(one, axes, params, is_leaf=is_axes)
 

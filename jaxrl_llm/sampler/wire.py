@@ -6,6 +6,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +25,9 @@ LEARNER_S = 30.0  # a learner from which a server has heard nothing for so long 
 KEEPALIVE = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
 KEEPALIVE += [("grpc.keepalive_permit_without_calls", 1)]
 
+COLUMNS = {"tokens": np.int32, "logp": np.float32, "versions": np.int32}  # of an answer
+SAME = ("prompt", "group", "max_tokens", "stop", "seed", "draw", "budget")  # fields of a Request and of its message
+
 M = TypeVar("M", bound=Message)
 Manifest = Mapping[str, tuple[tuple[int, ...], Any]]  # leaf -> shape, dtype
 
@@ -40,63 +44,36 @@ def parse(message: type[M], data: bytes) -> M:
 
 
 def _answer_message(answer: Answer) -> pb.Answer:
-    columns = {name: getattr(answer, name).tolist() for name in ("tokens", "logp", "versions")}
-    return pb.Answer(**columns, finish=answer.finish)
+    return pb.Answer(finish=answer.finish, **{name: getattr(answer, name).tolist() for name in COLUMNS})
 
 
 def _answer(message: pb.Answer) -> Answer:
-    sizes = len(message.tokens), len(message.logp), len(message.versions)
+    sizes = tuple(len(getattr(message, name)) for name in COLUMNS)
     types.expect(len(set(sizes)) == 1, "answer", sizes, "as many log-probs and versions as tokens")
-    column = lambda name, dtype: np.fromiter(getattr(message, name), dtype, sizes[0])
-    return Answer(
-        column("tokens", np.int32), column("logp", np.float32), column("versions", np.int32), str(message.finish)
-    )
+    columns = [np.fromiter(getattr(message, name), dtype, sizes[0]) for name, dtype in COLUMNS.items()]
+    return Answer(*columns, str(message.finish))
 
 
 def to_request_message(request: Request, id: str, instance: str = "", run: str = "") -> pb.SampleRequest:
     """`request`, which `requests.check` has passed, for the server `instance` with weights of `run` ("": any)."""
-    r, s = request, request.sampling
-    return pb.SampleRequest(
-        id=id,
-        instance=instance,
-        run=run,
-        prompt=r.prompt,
-        group=r.group,
-        max_tokens=r.max_tokens,
-        temperature=s.temperature,
-        top_k=s.top_k,
-        top_p=s.top_p,
-        stop=r.stop,
-        seed=r.seed,
-        draw=r.draw,
-        begun=[_answer_message(answer) for answer in r.begun],
-        budget=r.budget,
-    )
+    same = {name: getattr(request, name) for name in SAME} | asdict(request.sampling)
+    return pb.SampleRequest(id=id, instance=instance, run=run, begun=map(_answer_message, request.begun), **same)
 
 
 def from_request_message(message: pb.SampleRequest) -> Request:
     """The request, not checked but for its id, which may not be empty, and the columns of its begun answers."""
-    types.expect(message.id, "id", message.id, "a string that is not empty")
     m = message
-    return Request(
-        prompt=tuple(m.prompt),
-        group=m.group,
-        max_tokens=m.max_tokens,
-        sampling=Sampling(m.temperature, m.top_k, m.top_p),
-        stop=tuple(m.stop),
-        seed=m.seed,
-        draw=m.draw,
-        begun=tuple(_answer(answer) for answer in m.begun),
-        budget=m.budget,
-    )
+    types.expect(m.id, "id", m.id, "a string that is not empty")
+    same = {name: getattr(m, name) for name in SAME} | {"prompt": tuple(m.prompt), "stop": tuple(m.stop)}
+    return Request(sampling=Sampling(m.temperature, m.top_k, m.top_p), begun=tuple(map(_answer, m.begun)), **same)
 
 
 def to_reply(group: Sequence[Answer]) -> pb.SampleReply:
-    return pb.SampleReply(answers=[_answer_message(answer) for answer in group])
+    return pb.SampleReply(answers=map(_answer_message, group))
 
 
 def from_reply(reply: pb.SampleReply) -> Group:
-    return tuple(_answer(answer) for answer in reply.answers)
+    return tuple(map(_answer, reply.answers))
 
 
 # --- weights ----------------------------------------------------------------------------------------------------
@@ -161,10 +138,9 @@ class Assembly:
 
     def add(self, chunk: pb.Chunk) -> None:
         """The next message after the header."""
-        if self._digest or chunk.WhichOneof("part") not in ("data", "digest"):
-            raise OSError(
-                f"a {chunk.WhichOneof('part')} after chunk {self._sequence - 1}: expected data, then a digest"
-            )
+        part = chunk.WhichOneof("part")
+        if self._digest or part not in ("data", "digest"):
+            raise OSError(f"a {part} after chunk {self._sequence - 1}: expected data, then a digest")
         if chunk.digest:
             self._digest = chunk.digest
             return

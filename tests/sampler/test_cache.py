@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.sampler import cache
-from jaxrl_llm.sampler.cache import KEYS_WIDTH, VALUES_WIDTH, LayerCache, View
+from jaxrl_llm.sampler.cache import KEYS_WIDTH, VALUES_WIDTH, View
 from jaxrl_llm.sampler.quantize import Quantized, dequantized, quantize
 
 R, L, S, N, T, TOKENS, H, K, C = 3, 3, 6, 5, 6, 5, 4, 2, 8
@@ -41,13 +41,13 @@ def run(dtype):
     own = [random(N, TOKENS, h, C, seed=6 + i) for i, h in enumerate((H, K, K))]
     padded = [np.where((np.arange(S) < PREFIX[:, None])[..., None, None], x, 1e4) for x in (prefix_k, prefix_v)]
     empty = np.full((N, K, C, T), 1e4, np.float32)
-    layer = LayerCache(
-        cache.in_dtype(jnp.asarray(padded[0].transpose(0, 2, 3, 1), jnp.float32), dtype, KEYS_WIDTH),
-        cache.in_dtype(jnp.asarray(padded[1].transpose(0, 2, 1, 3), jnp.float32), dtype, VALUES_WIDTH),
-        cache.in_dtype(jnp.asarray(empty), dtype, KEYS_WIDTH),
-        cache.in_dtype(jnp.asarray(empty.swapaxes(2, 3)), dtype, VALUES_WIDTH),
+    stored = lambda k, v: (
+        cache.in_dtype(jnp.asarray(k, jnp.float32), dtype, KEYS_WIDTH),
+        cache.in_dtype(jnp.asarray(v, jnp.float32), dtype, VALUES_WIDTH),
     )
-    step_once = jax.jit(lambda view, q, k, v, layer: cache.decode(view)(q, k, v, layer))
+    prefix = stored(padded[0].transpose(0, 2, 3, 1), padded[1].transpose(0, 2, 1, 3))
+    suffix = stored(empty, empty.swapaxes(2, 3))
+    step_once = jax.jit(lambda view, q, k, v, suffix: cache.decode(view)(q, k, v, (prefix, suffix)))
     for step in range(10):
         visible = np.zeros((N, T), bool)
         q, k, v = (random(N, h, C, seed=50 + step) * 1e3 for h in (H, K, K))  # of rows that are not in use
@@ -58,7 +58,7 @@ def run(dtype):
                 q[n], k[n], v[n] = (x[n, i] for x in own)
                 visible[n, np.arange(start, step) % T] = True
         view = View(PREFIX, LANES, PLACE, np.int32(step % T), visible)
-        out, layer = step_once(view, q[:, None], k[:, None], v[:, None], layer)
+        out, suffix = step_once(view, q[:, None], k[:, None], v[:, None], suffix)
         for n, start in enumerate(STARTS):
             i, p = step - start, READS[n]
             if 0 <= i < TOKENS:
