@@ -20,8 +20,7 @@ from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic, Prompt
 from jaxrl_llm.reports import latex
 from jaxrl_llm.rewards import length
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "algorithms.md"
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 COMMAND = "python -m jaxrl_llm.reports.catalogue"
 GROUPS = ("shaping", "prompts", "updates")  # fields of an Algorithm that hold fields
 # Where the columns of `table` begin; a longer cell moves the rest of its own row.
@@ -143,8 +142,7 @@ def describe(name: str, a: Algorithm) -> str:
 def _functions(a: Algorithm) -> list[Callable]:
     default = _values(_PLAIN_ROW) | dict.fromkeys(("advantage", "loss"))
     values = [unbound(v)[0] for k, v in _values(a).items() if callable(v) and v is not default[k]]
-    values += [losses.kl] if a.needs_reference else []
-    return values + ([losses.value_loss] if a.critic is not None else [])
+    return values + [losses.kl] * a.needs_reference + [losses.value_loss] * (a.critic is not None)
 
 
 def _qualified(fn: Callable) -> str:
@@ -164,11 +162,6 @@ def _public(module: ModuleType) -> list[Callable]:
 OURS = {fn.__name__ for module in (losses, advantages, corrections) for fn in _public(module)}
 
 
-def _equations(text: str, names: Iterable[str] = ()) -> str:
-    """A block of a docstring's equations; names of our functions, and `names`, are set as such."""
-    return latex.fence(text, OURS.union(names))
-
-
 def _paragraphs(doc: str, block: bool | None = None) -> list[str]:
     """A docstring's paragraphs; those that are an indented block, or are not, if asked for."""
     every = re.split(r"\n\s*\n", inspect.cleandoc(doc))
@@ -184,7 +177,7 @@ def _markdown(doc: str, names: Iterable[str] = ()) -> list[str]:
         elif re.match(r"    [a-z_/, ]+ {2,}\S", text):
             out.append(f"```text\n{textwrap.dedent(text)}\n```")
         else:
-            out.append(_equations(text, names))
+            out.append(latex.fence(text, OURS.union(names)))
     return out
 
 
@@ -202,8 +195,7 @@ def _used_by(uses: Callable[[Algorithm], bool]) -> list[str]:
 def _entry(fn: Callable) -> list[str]:
     parameters = inspect.signature(fn).parameters
     defaults = [f"`{n}={_show(p.default)}`" for n, p in parameters.items() if p.default is not p.empty]
-    last = [f"Defaults: {', '.join(defaults)}."] if defaults else []
-    last += _used_by(lambda a: fn in _functions(a))
+    last = ([f"Defaults: {', '.join(defaults)}."] if defaults else []) + _used_by(lambda a: fn in _functions(a))
     return [f"### `{_qualified(fn)}`", *_markdown(fn.__doc__ or "", parameters), *(["  \n".join(last)] if last else [])]
 
 
@@ -214,7 +206,7 @@ def _weights() -> list[str]:
     for line in _paragraphs(fn.__doc__, block=True)[0].splitlines():
         norm, equation = re.split(r" {2,}", line.strip(), maxsplit=1)
         users = _used_by(lambda a, norm=norm: a.norm == norm)
-        out += [f"### `{norm}`", _equations(equation, inspect.signature(fn).parameters), *users]
+        out += [f"### `{norm}`", latex.fence(equation, OURS.union(inspect.signature(fn).parameters)), *users]
     return out
 
 
@@ -253,7 +245,7 @@ def page() -> str:
     shown = [fn for _, functions in sections.values() for fn in functions]
     others = [fn for a in ALGORITHMS.values() for fn in _functions(a) if fn not in shown]
     sections["Groups, prompts and forms"] = (None, list(dict.fromkeys(others)))
-    loss = _equations(_paragraphs(losses.__doc__, block=True)[0])
+    loss = latex.fence(_paragraphs(losses.__doc__, block=True)[0], OURS)
     out = [INTRODUCTION.format(loss=loss).strip(), _methods()]
     for cls in (Algorithm, Shaping, PromptChoice, Updates, Critic):
         out += [f"## Fields of `{cls.__name__}`", _linked(inspect.cleandoc(cls.__doc__)), _fields(cls)]

@@ -36,8 +36,7 @@ def _read(path: Path) -> Rows:
 def _curve(rows: Rows, name: str) -> Curve:
     """Steps and values of the rows that have the metric; null is NaN."""
     found = [(row["step"], row[name]) for row in rows if name in row]
-    steps, values = np.array(found, np.float64).reshape(-1, 2).T
-    return steps, values
+    return tuple(np.array(found, np.float64).reshape(-1, 2).T)
 
 
 def _finite(rows: Rows, name: str) -> Curve:
@@ -206,14 +205,12 @@ def _subtitle(rows: Rows) -> str:
     return "   ·   ".join(facts)
 
 
-def canvas() -> Figure:
-    """An empty picture of 1200×700 pixels."""
-    return Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
-
-
-def head(figure: Figure, title: str, subtitle: str) -> None:
+def canvas(title: str, subtitle: str) -> Figure:
+    """A picture of 1200×700 pixels with nothing but its heading."""
+    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
     figure.text(0.06, 0.94, title, fontsize=17, fontweight="bold", color=INK)
     figure.text(0.06, 0.903, subtitle, fontsize=10.5, color=MUTED)
+    return figure
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -232,12 +229,11 @@ def draw(out: Path, title: str = "") -> Path:
     """
     out = Path(out)
     rows = _read(out / "metrics.jsonl")
-    figure = canvas()
+    figure = canvas(title or out.resolve().name, _subtitle(rows))
     grid = figure.add_gridspec(2, 3, left=0.06, right=0.98, top=0.835, bottom=0.075, wspace=0.27, hspace=0.36)
     split = grid[1, 2].subgridspec(2, 1, hspace=0.75)
     first, second, third, fourth, fifth = (figure.add_subplot(grid[i // 3, i % 3]) for i in range(5))
     norm, clip = (figure.add_subplot(split[i]) for i in range(2))
-
     _accuracy(first, rows)
     _plot(second, rows, "Reward", "mean per response", {"reward/mean": ("", BLUE)})
     lengths = {"correct": GREEN, "wrong": RED, "mean": BLUE}
@@ -246,7 +242,6 @@ def draw(out: Path, title: str = "") -> Path:
     _gap(fifth, rows)
     _norm(norm, rows)
     _clipped(clip, rows)
-
     steps = [row["step"] for row in rows] or [0]
     margin = 0.02 * (steps[-1] - steps[0]) or 0.5
     for ax in figure.axes:
@@ -260,6 +255,5 @@ def draw(out: Path, title: str = "") -> Path:
     norm.tick_params(labelbottom=False)
     for ax in (fourth, fifth, clip):
         ax.set_xlabel("step", fontsize=9, color=MUTED)
-    head(figure, title or out.resolve().name, _subtitle(rows))
     save(figure, out / "curves.png")
     return out / "curves.png"

@@ -123,8 +123,7 @@ def measure_gap(learner: Learner, params: Any, sampler: Learner, *, worst: int) 
 
     params: the learner's, on its mesh. worst: tokens to show. Raises ValueError if a log-prob is not finite.
     """
-    r = sampler.config.rollout
-    answers = sample_answers(sampler, params)
+    r, answers = sampler.config.rollout, sample_answers(sampler, params)
     mask = np.arange(answers.tokens.shape[1]) < answers.lengths[:, None]
     logp = np.where(mask, learner_logprobs(learner, params, answers), 0.0)
     for name, values in (("sampler", answers.sampler_logp), ("learner", logp)):
@@ -142,17 +141,13 @@ def _mesh_name(learner: Learner) -> str:
 def sample_answers(sampler: Learner, params: Any) -> Rollouts:
     """Answers to the held-out problems that `jaxrl eval` takes, with its seeds."""
     config = sampler.config
-    count = min(config.evaluation.problems, len(sampler.task.test))
+    count, longest = min(config.evaluation.problems, len(sampler.task.test)), config.rollout.max_prompt_tokens
+    prompts = tuple(sampler.task.test[i] for i in range(count))
+    drawn = {"seed": evals.SEED_STREAM + config.seed, "draws": np.arange(count)}
     shardings = sharding.shardings(transformer.logical_axes(config.model), params, sampler.mesh)
     with jax.set_mesh(sampler.mesh):
-        return groups.sample_groups(
-            trainer.make_engine(sampler, jax.device_put(params, shardings)),
-            tuple(sampler.task.test[i] for i in range(count)),
-            config.evaluation.samples,
-            seed=evals.SEED_STREAM + config.seed,
-            draws=np.arange(count),
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-        )
+        engine = trainer.make_engine(sampler, jax.device_put(params, shardings))
+        return groups.sample_groups(engine, prompts, config.evaluation.samples, **drawn, max_prompt_tokens=longest)
 
 
 def learner_logprobs(learner: Learner, params: Any, answers: Rollouts) -> Float[np.ndarray, "B T"]:
@@ -196,11 +191,10 @@ def summary(
 def _stats(logp: np.ndarray, sampler_logp: np.ndarray, mask: np.ndarray) -> Stats:
     report = {name.removeprefix("gap/"): float(x) for name, x in _report(logp, sampler_logp, mask).items()}
     gap, answers, tokens = _gaps(logp, sampler_logp), int(mask.any(axis=1).sum()), int(mask.sum())
-    mean_log, above_1, above_10 = (
-        float(x.sum(where=mask) / max(tokens, 1)) for x in (np.abs(logp - sampler_logp), gap > 0.01, gap > 0.1)
-    )
+    over = lambda x: float(x.sum(where=mask) / max(tokens, 1))  # the mean over the tokens
     mean, largest, k3, ess = (report[name] for name in ("mean", "max", "k3", "ess"))
-    return Stats(answers, tokens, mean, largest, mean_log, k3, ess, above_1, above_10)
+    mean_log = over(np.abs(logp - sampler_logp))
+    return Stats(answers, tokens, mean, largest, mean_log, k3, ess, over(gap > 0.01), over(gap > 0.1))
 
 
 def _gaps(logp: np.ndarray, sampler_logp: np.ndarray) -> np.ndarray:

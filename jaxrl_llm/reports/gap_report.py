@@ -32,12 +32,11 @@ def styles(gaps: Sequence[Gap]) -> list[dict[str, Any]]:
 
 def picture(gaps: Sequence[Gap], path: Path, title: str, subtitle: str) -> None:
     """Draw the gaps (1200×700 pixels): mean and max of each sampler, and the mean by position in the answer."""
-    figure = curves.canvas()
+    figure = curves.canvas(title, subtitle)
     grid = figure.add_gridspec(1, 2, left=0.16, right=0.98, top=0.8, bottom=0.1, wspace=0.24)
     left, right = (figure.add_subplot(grid[i]) for i in range(2))
     _samplers(left, gaps)
     _positions(right, gaps)
-    curves.head(figure, title, subtitle)
     curves.save(figure, path)
 
 

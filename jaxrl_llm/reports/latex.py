@@ -44,12 +44,8 @@ def latex(text: str, names: Set[str] = frozenset()) -> str:
             sign = _SIGN.match(text, i)[0]
             i += len(sign)
             out.append(SIGNS.get(sign, sign))
-    return _spaced(out)
-
-
-def _spaced(parts: list[str]) -> str:
     tex = ""
-    for part in parts:  # a command ends where no letter follows
+    for part in out:  # a command ends where no letter follows
         tex += f" {part}" if re.search(r"\\[A-Za-z]+$", tex) and part[:1].isalpha() else part
     return re.sub(r"(?<=\S) +(?! *\})", " ", tex).strip()
 

@@ -20,8 +20,6 @@ import orbax.checkpoint as ocp
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file, and each error that it also raises
 
-MARGIN_BYTES = 2**20  # of a checkpoint's files besides the arrays
-
 
 @dataclass(frozen=True)
 class Restored:
@@ -112,7 +110,7 @@ class Checkpoints:
         self._writing = step
         with self._naming():
             # Seen before Orbax begins: when the disk fills up, its threads print hundreds of lines
-            need = sum(x.nbytes for x in jax.tree.leaves(state)) + MARGIN_BYTES
+            need = sum(x.nbytes for x in jax.tree.leaves(state)) + 2**20  # for the files besides the arrays
             if (free := shutil.disk_usage(self.folder).free) < need:
                 raise OSError(errno.ENOSPC, f"{free / 2**20:.1f} MiB free; expected {need / 2**20:.1f}")
             self._manager.save(step, args=args)

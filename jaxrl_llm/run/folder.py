@@ -22,10 +22,8 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.run.stopping import Stopped
 
 # What --resume may change. (So may `steps`, unless a learning rate's schedule or a curriculum depends on it.)
-NO_NUMBER = (  # of the training
-    "evaluation.", "checkpoint.", "logged_samples", "compile_cache", "abort_after", "rollout.max_rounds",
-    "rollout.tokens_per_call",
-)  # fmt: skip
+NO_NUMBER = ("evaluation.", "checkpoint.", "logged_samples", "compile_cache", "abort_after", "rollout.max_rounds",
+    "rollout.tokens_per_call")  # of the training  # fmt: skip
 ROUNDING = ("mesh.", "micro_batches", "rollout.slots", "rollout.servers")
 
 
@@ -95,12 +93,6 @@ def compare(config: Config, out: Path) -> None:
         print(f"--resume: {'; '.join(rounding)} (changes rounding, and so the samples to come)")
     if others := [d for d in differ if not d.startswith(ROUNDING)]:
         print(f"--resume: {'; '.join(others)} (changes no number of the steps)")
-
-
-def compare_machine(before: dict[str, Any]) -> None:
-    """Print what differs from the machine of the checkpoint."""
-    if differ := configs.differences(before, machine()):
-        print(f"--resume: {'; '.join(differ)} (changes rounding, and so the samples to come)")
 
 
 def machine() -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """Where metrics go: JSON lines and TensorBoard, one line a step on the terminal, a progress bar, two clocks.
 
 Metrics are one flat dict of floats, names grouped by slashes. Whatever depends on the wall clock or on the process
-begins with `perf/`, so two runs of one config agree on all the other names.
-
-docs/runs.md says what each name means.
+begins with `perf/`, so two runs of one config agree on all the other names. docs/runs.md says what each name means.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,12 +22,11 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from jaxrl_llm.run import folder
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 _compile_seconds: list[float] = []  # a list, because append is atomic and compilations may come from several threads
 
 
 def _count(event: str, seconds: float, **_: Any) -> None:
-    if event == _COMPILED:
+    if event == "/jax/core/compile/backend_compile_duration":
         _compile_seconds.append(seconds)
 
 
@@ -91,7 +88,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, f"{error.strerror}: the last step was not written", str(path)) from error
 
 
-class RunLog:
+class RunLog(AbstractContextManager):
     """Appends to metrics.jsonl, samples.jsonl and tensorboard/ in the run's folder; a context manager.
 
     resume_step k: what was logged up to step k stays, later lines and a half-written one go. None: the files of an
@@ -133,9 +130,6 @@ class RunLog:
         with _naming(Path(file.name)):
             file.write(lines)
             file.flush()
-
-    def __enter__(self) -> RunLog:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         for file in (self._metrics, self._samples, self._events):

@@ -93,15 +93,13 @@ class PromptDispatcher:
         return PendingPrompt(draw, index)
 
     def request(self, engine: Any, asked: PendingPrompt) -> Request:
-        r = self.learner.config.rollout
-        prompt = self.learner.task.train[asked.index]
+        r, prompt = self.learner.config.rollout, self.learner.task.train[asked.index]
         ids = groups.encode_prompts(self.learner.tokenizer, (prompt,), r.max_prompt_tokens)[0]
         request = groups.make_request(engine, ids, r.group_size, seed=self.learner.config.seed, draw=asked.draw)
         return replace(request, begun=asked.begun, budget=r.budget)
 
     def judge(self, asked: PendingPrompt, request: Request, group: Group) -> ScoredGroup:
-        config = self.learner.config
-        prompt = self.learner.task.train[asked.index]
+        config, prompt = self.learner.config, self.learner.task.train[asked.index]
         answers = groups.to_rollouts(self.learner.tokenizer, (prompt,), (request,), (group,))
         answers = replace(answers, indices=np.array([asked.index]))
         with self.watch("reward"):

@@ -47,29 +47,23 @@ def behaviours(prime: Prime, seed: int, batch: int) -> np.ndarray:
     last = np.cumsum([s.batches for s in prime.stages])
     mixture = prime.stages[int(np.searchsorted(last, batch, side="right"))].mixture
     weights = np.array(list(mixture.values()), np.float64)
-    rng = np.random.default_rng([seed, batch])
-    return rng.choice(list(mixture), prime.traces_per_batch, p=weights / weights.sum())
+    return np.random.default_rng([seed, batch]).choice(list(mixture), prime.traces_per_batch, p=weights / weights.sum())
 
 
 def traces(task: Task, tokenizer: Tokenizer, prime: Prime, seed: int, start: int = 0) -> Iterator[Rollouts]:
     """Batches of traces, as if a sampler had written them, from batch `start` on. Deterministic in (seed, batch)."""
-    stream = Stream(task.train, seed)
-    n = prime.traces_per_batch
+    stream, n = Stream(task.train, seed), prime.traces_per_batch
+    pad = lambda rows: np.array(list(zip_longest(*rows, fillvalue=0)), np.int32).T
     for batch in range(start, sum(s.batches for s in prime.stages)):
         prompts, draws, _ = stream.take(batch * n, n)
         names = behaviours(prime, seed, batch)
         texts = tuple(task.trace(p, str(b), int(d)) for p, b, d in zip(prompts, names, draws, strict=True))
         questions = [tokenizer.encode(p.text, p.question) for p in prompts]
         answers = [[*tokenizer.encode(t), tokenizer.eos_ids[0]] for t in texts]
-        tokens = _pad(answers)
+        tokens = pad(answers)
         lengths = [np.array([len(t) for t in rows], np.int32) for rows in (questions, answers)]
-        finish = np.full(n, types.EOS)
-        logp = np.zeros(tokens.shape, np.float32)
-        yield Rollouts(prompts, _pad(questions), lengths[0], tokens, logp, lengths[1], finish, texts, draws)
-
-
-def _pad(rows: list[list[int]]) -> np.ndarray:
-    return np.array(list(zip_longest(*rows, fillvalue=0)), np.int32).T
+        finish, logp = np.full(n, types.EOS), np.zeros(tokens.shape, np.float32)
+        yield Rollouts(prompts, pad(questions), lengths[0], tokens, logp, lengths[1], finish, texts, draws)
 
 
 def made_of(config: Config) -> dict[str, Any]:

@@ -48,8 +48,7 @@ def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") 
         return RemoteEngine(servers, model, learner.tokenizer, *drawn, quantized=kept).pushed(params, version)
     pushed = weights.push(model, params, learner.mesh, version=version, quantized=kept)
     sizes = r.slots or r.prompts * r.group_size, r.max_prompt_tokens, r.tokens_per_call
-    kinds = kept, r.kv_dtype, r.zero_gap
-    return LocalEngine(model, learner.tokenizer, pushed, *drawn, *sizes, *kinds, learner.mesh)
+    return LocalEngine(model, learner.tokenizer, pushed, *drawn, *sizes, kept, r.kv_dtype, r.zero_gap, learner.mesh)
 
 
 def quantized(config: Config) -> str:
@@ -134,8 +133,7 @@ def one_step(
     seconds = watch.seconds()
     sampled = int(scored.all_rollouts.lengths.sum())
     trained = int(answers.lengths.sum() + answers.prompt_lengths.sum())
-    row = rollout_metrics(scored, version) | learned
-    row |= {f"perf/{stage}_s": s for stage, s in seconds.items()}
+    row = rollout_metrics(scored, version) | learned | {f"perf/{stage}_s": s for stage, s in seconds.items()}
     sampling = seconds.get("sampling", seconds["rollout"])
     row |= {
         "lr": float(learner.learning_rate(max(0, updates_applied(state.opt_state) - 1))),
@@ -162,7 +160,8 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
                     state, at = found.state, Position.from_json(found.step, found.host)
                     expected = f"at least {at.step}, the steps that the run has behind it"
                     expect(at.step <= config.total_steps, "--resume: steps", config.steps, expected)
-                    folder.compare_machine(found.host.get("machine", {}))
+                    if differ := configs.differences(found.host.get("machine", {}), folder.machine()):
+                        print(f"--resume: {'; '.join(differ)} (changes rounding, and so the samples to come)")
                 if resume:
                     folder.record(config, out, source)
                 learner.tokenizer.save(out / "tokenizer")
@@ -287,8 +286,7 @@ def load_state(run: Path) -> tuple[Learner, TrainState, int]:
         warn(line)
     learner = build(replace(config, rollout=replace(config.rollout, servers=())))
     with jax.set_mesh(learner.mesh):
-        checkpoints = Checkpoints(run / "checkpoints", read_only=True)
-        found = checkpoints.restore(fresh_state(learner), warn)
+        found = Checkpoints(run / "checkpoints", read_only=True).restore(fresh_state(learner), warn)
     if found is None:
         raise ValueError(f"run {run}: no checkpoint; expected one under {run / 'checkpoints'}")
     return learner, found.state, found.step
