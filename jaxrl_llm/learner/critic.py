@@ -14,15 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from optax import GradientTransformation
 
+from jaxrl_llm.learner import train_step
 from jaxrl_llm.learner.batching import merge_parts, split_batch
-from jaxrl_llm.learner.train_step import (
-    Metrics,
-    accumulate,
-    apply_gradients,
-    first_state,
-    response_hidden,
-    train_state_shardings,
-)
 from jaxrl_llm.models import transformer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import losses
@@ -56,7 +49,7 @@ def make(
         params = {"value": {"w": w, "b": jnp.float32(0)}}
         if critic.kind == "network":
             params["trunk"] = {k: jax.tree.map(jnp.copy, v) for k, v in policy.items() if k != "head"}
-        return first_state(tx, params)
+        return train_step.first_state(tx, params)
 
     def init(policy: Any) -> TrainState:
         shapes = jax.eval_shape(initial, policy).params
@@ -64,11 +57,11 @@ def make(
         params = {"value": {"w": replicated, "b": replicated}}
         if critic.kind == "network":
             params["trunk"] = sharding.shardings(transformer.logical_axes(config), shapes["trunk"], mesh)
-        return jax.jit(initial, out_shardings=train_state_shardings(tx, shapes, params, mesh))(policy)
+        return jax.jit(initial, out_shardings=train_step.train_state_shardings(tx, shapes, params, mesh))(policy)
 
     def predict(params: Any, policy: Any, batch: Batch) -> Array:
         trunk = params["trunk"] if critic.kind == "network" else stop_gradient(policy)
-        hidden = response_hidden(config, {k: v for k, v in trunk.items() if k != "head"}, batch)[0]
+        hidden = train_step.response_hidden(config, {k: v for k, v in trunk.items() if k != "head"}, batch)[0]
         w, b = params["value"]["w"], params["value"]["b"]
         return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), w, precision="highest") + b
 
@@ -78,13 +71,13 @@ def make(
         return jnp.where(batch.mask, merge_parts(out, batch.prefix.shape[0]), 0.0)
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, policy: Any, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, policy: Any, batch: Batch) -> tuple[TrainState, train_step.Metrics]:
         def loss(params: Any, b: Batch) -> tuple[Array, None]:
             x = losses.value_loss(predict(params, policy, b), b.values, b.returns, b.mask, critic.clip)
             return jnp.sum(b.weights * x), None
 
-        grads, value, _ = accumulate(loss, state.params, batch, micro_batches)
-        state, metrics = apply_gradients(tx, state, grads, value, batch.weights)
+        grads, value, _ = train_step.accumulate(loss, state.params, batch, micro_batches)
+        state, metrics = train_step.apply_gradients(tx, state, grads, value, batch.weights)
         return state, {f"critic/{name}": x for name, x in metrics.items()}
 
     return ValueFunction(init, values, step)

@@ -66,20 +66,11 @@ def build(config: Config) -> Learner:
     if a.critic is not None:
         critic_tx = make_optimizer(a.critic.optimizer, config.total_steps * a.critic.updates)
         value = critic.make(a.critic, model, critic_tx, mesh, micro_batches, config.seed)
-    return Learner(
-        config=config,
-        task=task,
-        stream=Stream(task.train, config.seed, *order, usable, r.prompts),
-        tokenizer=tokenizer,
-        mesh=mesh,
-        tx=tx,
-        train_step=make_train_step(model, a, tx, r.temperature, micro_batches),
-        logprobs=make_logprobs(model, r.temperature, micro_batches),
-        assign_advantages=jax.jit(partial(assign_advantages, a)),
-        choose_tokens=jax.jit(partial(choose_tokens, a)),
-        learning_rate=schedule(config.optimizer, updates),
-        critic=value,
-    )
+    stream, rate = Stream(task.train, config.seed, *order, usable, r.prompts), schedule(config.optimizer, updates)
+    train_step = make_train_step(model, a, tx, r.temperature, micro_batches)
+    logprobs = make_logprobs(model, r.temperature, micro_batches)
+    assign, choose = jax.jit(partial(assign_advantages, a)), jax.jit(partial(choose_tokens, a))
+    return Learner(config, task, stream, tokenizer, mesh, tx, train_step, logprobs, assign, choose, rate, value)
 
 
 def fresh_state(learner: Learner, base: Any = None) -> TrainState:

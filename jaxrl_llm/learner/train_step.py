@@ -14,7 +14,6 @@ from flax import nnx
 from jax.lax import stop_gradient
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
-from optax import GradientTransformation
 
 from jaxrl_llm.learner.batching import merge_parts, split_batch
 from jaxrl_llm.models import attention, transformer
@@ -27,26 +26,27 @@ from jaxrl_llm.parallel import sharding
 from jaxrl_llm.types import Batch, TrainState
 
 Metrics = dict[str, Array]
+Tx = optax.GradientTransformation  # an optimiser
 
 
-def init_state(config: ModelConfig, tx: GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
+def init_state(config: ModelConfig, tx: Tx, seed: int, mesh: Mesh) -> TrainState:
     """Random parameters and the optimiser's first state; each device of the mesh makes its own shards."""
     init = lambda key: first_state(tx, transformer.init(config, key))
     return jax.jit(init, out_shardings=state_shardings(config, tx, mesh))(jax.random.key(seed))
 
 
-def first_state(tx: GradientTransformation, params: Any) -> TrainState:
+def first_state(tx: Tx, params: Any) -> TrainState:
     return TrainState(params, tx.init(params), jnp.int32(0))
 
 
-def state_shardings(config: ModelConfig, tx: GradientTransformation, mesh: Mesh) -> TrainState:
+def state_shardings(config: ModelConfig, tx: Tx, mesh: Mesh) -> TrainState:
     """Shardings of the policy's train state: see `train_state_shardings`."""
     shapes = jax.eval_shape(partial(transformer.init, config), jax.random.key(0))
     params = sharding.shardings(transformer.logical_axes(config), shapes, mesh)
     return train_state_shardings(tx, shapes, params, mesh)
 
 
-def train_state_shardings(tx: GradientTransformation, shapes: Any, params: Any, mesh: Mesh) -> TrainState:
+def train_state_shardings(tx: Tx, shapes: Any, params: Any, mesh: Mesh) -> TrainState:
     """Shardings of a train state, given its parameters': Adam's moments have theirs, counters are on every device."""
     replicated, moments = NamedSharding(mesh, PartitionSpec()), jax.eval_shape(tx.init, shapes)
     replicate, like = lambda _: replicated, lambda _, param: param
@@ -173,9 +173,7 @@ def make_gradients(config: ModelConfig, algorithm: Algorithm, temperature: float
     return gradients
 
 
-def apply_gradients(
-    tx: GradientTransformation, state: TrainState, grads: Any, loss: Array, weights: Array
-) -> tuple[TrainState, Metrics]:
+def apply_gradients(tx: Tx, state: TrainState, grads: Any, loss: Array, weights: Array) -> tuple[TrainState, Metrics]:
     """The state after one optimiser step. If the loss or the gradient is not finite, or no token has weight (momentum
     alone should not move the policy), only the step's number changes and the metric `skipped` is 1.
     """
@@ -188,11 +186,7 @@ def apply_gradients(
 
 
 def make_train_step(
-    config: ModelConfig,
-    algorithm: Algorithm,
-    tx: GradientTransformation,
-    temperature: float = 1.0,
-    micro_batches: int = 1,
+    config: ModelConfig, algorithm: Algorithm, tx: Tx, temperature: float = 1.0, micro_batches: int = 1
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Jitted (state, batch with weights) → (state, metrics); the state is donated."""
     gradients = make_gradients(config, algorithm, temperature, micro_batches)

@@ -69,5 +69,4 @@ def token_logprobs(
         flat_y = jnp.pad(flat_y, (0, pad)).reshape(-1, blocks).swapaxes(0, 1)
         out = jax.lax.map(lambda xs: block(*xs), (flat_h, flat_y))
         out = (x.swapaxes(0, 1).reshape(-1)[:n] for x in out)
-    logp, entropy = (x.reshape(targets.shape) for x in out)
-    return logp, entropy
+    return tuple(x.reshape(targets.shape) for x in out)

@@ -13,16 +13,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 BATCH = ("data", "fsdp")
-RULES: dict[str, str | tuple[str, ...] | None] = {
-    "batch": BATCH,
-    "embed": "fsdp",
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "head_width": None,
-    "layers": None,
-}
+RULES: dict[str, str | tuple[str, ...] | None] = {"batch": BATCH, "embed": "fsdp"}
+RULES |= dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
+RULES |= dict.fromkeys(("head_width", "layers"))  # whole on every device
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:

@@ -355,15 +355,9 @@ def _method(kind: Callable, name: str, reply: type[Message]) -> Callable:
 
 
 def _channel(name: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    options = [
-        ("grpc.max_send_message_length", wire.MAX_MESSAGE),
-        ("grpc.max_receive_message_length", -1),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 2_000),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
-        *wire.KEEPALIVE,
-    ]
+    options = [("grpc.max_send_message_length", wire.MAX_MESSAGE), ("grpc.max_receive_message_length", -1)]
+    options += [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100)]
+    options += [("grpc.min_reconnect_backoff_ms", 2_000), ("grpc.max_reconnect_backoff_ms", 2_000), *wire.KEEPALIVE]
     if credentials is None:
         return grpc.insecure_channel(name, options)
     return grpc.secure_channel(name, credentials, options)

@@ -8,7 +8,6 @@ is drawn like all others. In decoding step s every row writes column s mod T; `s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -28,18 +27,14 @@ from jaxrl_llm.sampler.sampling import Draw, sample
 KeysValues = tuple[cache.Layer, ...]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Prefixes:
+class Prefixes(NamedTuple):
     """R prompts of up to S tokens, each without its last."""
 
     kv: KeysValues  # [R,K,C,S], [R,K,S,C]
     lengths: Int[Array, " R"]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Answers:
+class Answers(NamedTuple):
     """How far the answers in N rows have come."""
 
     start: Int[Array, " N"]  # the step that drew, or would have drawn, the answer's first token
@@ -49,9 +44,7 @@ class Answers:
     draw: Draw  # how each row's tokens are drawn, and its key; position is folded in for each token
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DecodeState:
+class DecodeState(NamedTuple):
     """Everything that decoding reads and writes. R prefixes, N rows, T columns."""
 
     prefixes: Prefixes
@@ -152,11 +145,9 @@ def _put(old: Cached, new: Array, rows: Int[Array, " Q"], width_axis: int) -> Ca
     return jax.tree.map(put, old, cache.like(old, new, width_axis))
 
 
-def insert_prefixes(
-    prefixes: Prefixes, filled: KeysValues, lengths: Int[Array, " M"], into: Int[Array, " M"]
-) -> Prefixes:
+def insert_prefixes(prefixes: Prefixes, new: KeysValues, lengths: Int[Array, " M"], into: Int[Array, " M"]) -> Prefixes:
     """Put M prefilled prompts into the prefixes numbered `into`; a number past the end is dropped (padding)."""
-    kv = _each(lambda old, new, width_axis, _: _put(old, new, into, width_axis), prefixes.kv, filled)
+    kv = _each(lambda x, y, width_axis, _: _put(x, y, into, width_axis), prefixes.kv, new)
     return Prefixes(kv, prefixes.lengths.at[into].set(lengths, mode="drop"))
 
 
@@ -208,7 +199,7 @@ def repack_suffixes(suffixes: KeysValues, step: Int[Array, ""], source: Int[Arra
 def repack_answers(answers: Answers, source: Int[Array, " N'"]) -> Answers:
     """Answers in other rows: new row n is old row source[n], and empty if that is negative."""
     answers = jax.tree.map(lambda x: _split(x[jnp.maximum(source, 0)]), answers)
-    return replace(answers, live=answers.live & (source >= 0))
+    return answers._replace(live=answers.live & (source >= 0))
 
 
 def decode_k(
@@ -257,7 +248,7 @@ def decode_k(
         live = s.live & ~jnp.isin(token, eos) & (count + 1 < s.limit)
         column_of = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], i, axis=1)
         out = Drawn(column_of(out.tokens, token), column_of(out.logp, logp), out.count + s.live, live)
-        return i + 1, tuple(new), replace(s, token=token, live=live), out
+        return i + 1, tuple(new), s._replace(token=token, live=live), out
 
     zeros = lambda dtype: constrain(jnp.zeros((rows, steps), dtype), "batch")
     nothing = Drawn(zeros(jnp.int32), zeros(jnp.float32), jnp.zeros_like(answers.limit), answers.live)

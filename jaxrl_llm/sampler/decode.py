@@ -53,13 +53,11 @@ class LocalEngine:
         """
         slots, latest = Slots(self), latest or (lambda: self.weights)
         waiting: deque[PartialAnswer] = deque()
-        limits = {
-            "max_prompt_tokens": self.max_prompt_tokens or None,
-            "max_tokens": self.max_tokens if self.exact else None,
-        }
+        longest_prompt, longest = self.max_prompt_tokens or None, self.max_tokens if self.exact else None
         while True:
             while slots.busy + len(waiting) < self.slots and (request := next_request()) is not None:
-                check(request, vocab_size=self.model.vocab_size, **limits)
+                vocab_size = self.model.vocab_size
+                check(request, vocab_size=vocab_size, max_prompt_tokens=longest_prompt, max_tokens=longest)
                 answers = [PartialAnswer(request, g, script(request, g)) for g in range(request.group)]
                 group = ActiveGroup(request, answers)
                 waiting += [answer for answer in answers if answer.open]

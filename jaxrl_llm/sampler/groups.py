@@ -72,10 +72,8 @@ def sample_groups(
 def sampler_logprobs(engine: Any, answers: Rollouts, *, seed: int) -> np.ndarray:
     """Log-probs [B,T] of the answers from the programs that drew them, under the engine's weights."""
     group = answers.group_size
-    asked = [
-        make_request(engine, tokens[:n].tolist(), group, seed=seed, draw=int(draw))
-        for tokens, n, draw in zip(answers.prompt_tokens, answers.prompt_lengths, answers.draws, strict=True)
-    ]
+    ids = [tokens[:n].tolist() for tokens, n in zip(answers.prompt_tokens, answers.prompt_lengths, strict=True)]
+    asked = [make_request(engine, t, group, seed=seed, draw=int(d)) for t, d in zip(ids, answers.draws, strict=True)]
     columns = answers.tokens, answers.sampler_logp, answers.versions
     rows = [Answer(*(x[i, :n] for x in columns), str(answers.finish[i])) for i, n in enumerate(answers.lengths)]
     groups = [tuple(rows[p * group : (p + 1) * group]) for p in range(len(asked))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -210,10 +210,10 @@ class Slots:
         if (new.rows, new.columns) != (old.rows, old.columns):
             source, self.rows = self._moved(self.rows, new.rows)
             suffixes = _repack_suffixes(state.suffixes, state.step, source, new.columns)
-            state = replace(state, suffixes=suffixes, answers=_repack_answers(state.answers, source))
+            state = state._replace(suffixes=suffixes, answers=_repack_answers(state.answers, source))
         if (new.prefixes, new.size) != (old.prefixes, old.size):
             source, self.prefixes = self._moved(self.prefixes, new.prefixes)
-            state = replace(state, prefixes=_repack_prefixes(state.prefixes, source, new.size))
+            state = state._replace(prefixes=_repack_prefixes(state.prefixes, source, new.size))
             for i, group in enumerate(self.prefixes):
                 if group is not None:
                     group.prefix = i
@@ -232,7 +232,7 @@ class Slots:
             return
         self._fit(waiting)
         if self.config.exact:  # an answer's first token goes to column 0
-            self.state = replace(self.state, step=jnp.zeros_like(self.state.step))
+            self.state = self.state._replace(step=jnp.zeros_like(self.state.step))
         filled: dict[int, PartialAnswer] = {}  # rows
         no_row = []
         while waiting and None in self.rows:
@@ -250,7 +250,7 @@ class Slots:
                 self._continue(weights, group, {a.number: row for row, a in filled.items() if a.group is group})
         if filled:
             answers = _insert_rows(self.state.answers, self.state.step, _rows_of(filled, len(self.rows)))
-            self.state = replace(self.state, answers=answers)
+            self.state = self.state._replace(answers=answers)
 
     def _free_row(self, group: ActiveGroup) -> int | None:
         """A free row in the shard that has the group's prompt, None if there is none.
@@ -289,8 +289,7 @@ class Slots:
         lengths = _padded([len(p) for p in prompts], n)
         prefixes, suffixes = _prefill(self.config.model, weights.params, tokens, lengths, fed)
         into = _padded([g.prefix for g in groups], n, fill=len(self.prefixes))
-        prefixes = _insert_prefixes(self.state.prefixes, prefixes, lengths, into)
-        self.state = replace(self.state, prefixes=prefixes)
+        self.state = self.state._replace(prefixes=_insert_prefixes(self.state.prefixes, prefixes, lengths, into))
         self.prefills += len(groups)
         return suffixes
 
@@ -305,8 +304,7 @@ class Slots:
             group.suffixes = jax.tree.map(lambda x: x[: len(tokens)], suffixes)
         rows = np.array([row_of.get(a.number, len(self.rows)) for a in group.answers], np.int32)
         count, state = np.array([len(a.tokens) for a in group.answers], np.int32), self.state
-        suffixes = _insert_suffixes(state.suffixes, state.step, rows, count, group.suffixes)
-        self.state = replace(state, suffixes=suffixes)
+        self.state = state._replace(suffixes=_insert_suffixes(state.suffixes, state.step, rows, count, group.suffixes))
 
     # --- drawing
 
@@ -319,8 +317,7 @@ class Slots:
             if answer and answer.script:
                 script = answer.script[len(answer.tokens) :][:steps]
                 forced[i, : len(script)] = script
-        filtered = any(a.request.sampling.filtered for a in self.rows if a)
-        static = (c.model, c.tokenizer.eos_ids, filtered)
+        static = c.model, c.tokenizer.eos_ids, any(a.request.sampling.filtered for a in self.rows if a)
         self.state, drawn = _decode(*static, weights.params, self.state, *self._lanes(), forced)
         tokens, logp, count, live = jax.device_get(drawn)
         stopped = False  # by the host, some answer that the device would go on with
@@ -334,8 +331,8 @@ class Slots:
                 stopped |= bool(live[i])
         if stopped:
             live, answers = live & np.array([x is not None for x in self.rows]), self.state.answers
-            answers = replace(answers, live=jax.device_put(live, answers.live.sharding))
-            self.state = replace(self.state, answers=answers)
+            live = jax.device_put(live, answers.live.sharding)
+            self.state = self.state._replace(answers=answers._replace(live=live))
         # A group that another thread has just cancelled may still have a row, whose prompt has to stay.
         in_rows = [a.group for a in self.rows if a]
         done = [g for g in self.prefixes if g is not None and not g.is_open and g not in in_rows]
