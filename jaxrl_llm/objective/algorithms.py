@@ -37,8 +37,6 @@ ARRAYS = {
     "group_filter": ("correct", "rewards"),
     "memory": ("n_prompts",),
 }
-# Such a name's default would never be used, so it may only say "not given": None, or for beta "no penalty".
-NOT_GIVEN = {"beta": 0.0}
 # Losses with one value per response; corrections with another factor for each token, which do not go with them.
 RESPONSE_LOSSES = (losses.gspo, losses.gmpo, losses.rspo, losses.opmd)
 TOKEN_CORRECTIONS = (corrections.tis, corrections.mis_token)
@@ -63,11 +61,8 @@ def _free(fn: Callable, names: Any) -> list[str]:
     return [n for n in inspect.signature(fn).parameters if n in names and n not in bound]
 
 
-def _check(field: str, fn: Callable | None) -> None:
-    if fn is None:
-        return
-    if not callable(fn):
-        raise ValueError(f"algorithm.{field} is {fn!r}; expected a function")
+def _check(field: str, fn: Any) -> None:
+    expect(callable(fn), f"algorithm.{field}", fn, "a function")
     try:
         parameters = inspect.signature(fn).parameters
     except ValueError as error:  # a partial with a keyword that the function does not have
@@ -77,11 +72,11 @@ def _check(field: str, fn: Callable | None) -> None:
         raise ValueError(f"algorithm.{field} asks for {free[0]!r}; the trainer has {', '.join(ARRAYS[field])}")
     for name in _free(fn, ARRAYS[field]):
         default, called = parameters[name].default, getattr(Algorithm._base(fn), "__name__", fn)
-        if default not in (inspect.Parameter.empty, None, NOT_GIVEN.get(name)):
-            raise ValueError(
-                f"algorithm.{field}: {called} has the default {name}={default!r}, but the trainer passes its own "
-                f"{name!r}; expected no default, another name, or functools.partial({called}, {name}={default!r})"
-            )
+        # It would never be used, so it may only say "not given": None, or for beta "no penalty".
+        if default not in (inspect.Parameter.empty, None, 0.0 if name == "beta" else None):
+            unused = f"has the default {name}={default!r}, but the trainer passes its own {name!r}"
+            expected = f"expected no default, another name, or functools.partial({called}, {name}={default!r})"
+            raise ValueError(f"algorithm.{field}: {called} {unused}; {expected}")
 
 
 @dataclass(frozen=True)
@@ -163,15 +158,14 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         for field in ARRAYS:
-            _check(field, attrgetter(field)(self))
+            if (fn := attrgetter(field)(self)) is not None:
+                _check(field, fn)
         expect(self.kl in (None, *losses.KL_KINDS), "algorithm.kl", self.kl, f"one of {', '.join(losses.KL_KINDS)}")
         if self.kl_coef and self.kl is None:
             raise ValueError(f"algorithm.kl_coef is {self.kl_coef} but algorithm.kl is None; expected an estimator")
         if self.bypass and self.correction is not None:
-            raise ValueError(
-                "algorithm.bypass is True and algorithm.correction is set; expected one of them: the ratio is already "
-                "learner/sampler, and the mismatch would count twice"
-            )
+            twice = "the ratio is already learner/sampler, and the mismatch would count twice"
+            raise ValueError(f"algorithm.bypass is True and algorithm.correction is set; expected one of them: {twice}")
         for name in ("kl_coef", "kl_refresh", "nll_coef", "shaping.length_coef"):
             expect(attrgetter(name)(self) >= 0, f"algorithm.{name}", attrgetter(name)(self), "at least 0")
         limit = self.norm_length
@@ -179,9 +173,8 @@ class Algorithm:
         self._check_responses()
         self._check_advantages()
         if self.nll_coef and self.updates.token_filter is not None:
-            raise ValueError(
-                "algorithm.nll_coef is set; expected 0 with algorithm.updates.token_filter, which would drop some of it"
-            )
+            expected = "expected 0 with algorithm.updates.token_filter, which would drop some of it"
+            raise ValueError(f"algorithm.nll_coef is set; {expected}")
         for field, function, name in _TOGETHER:
             is_set = attrgetter(field)(self) is not None
             if wants(getattr(self, function), name) != is_set:
@@ -190,13 +183,13 @@ class Algorithm:
 
     def _check_responses(self) -> None:
         """A loss with one value per response needs weights, corrections and steps that take a response as a whole."""
-        loss = self._base(self.loss)
+        loss, correction = self._base(self.loss), self._base(self.correction)
         if loss not in RESPONSE_LOSSES:
             return
         why = f", as algorithm.loss is {loss.__name__}"
-        if self._base(self.correction) in TOKEN_CORRECTIONS:
-            name = self._base(self.correction).__name__
-            raise ValueError(f"algorithm.correction is {name}; expected a correction of whole responses{why}")
+        if correction in TOKEN_CORRECTIONS:
+            expected = f"expected a correction of whole responses{why}"
+            raise ValueError(f"algorithm.correction is {correction.__name__}; {expected}")
         expect(self.norm in ("sequence", "otm"), "algorithm.norm", self.norm, f"'sequence' or 'otm'{why}")
         if self.updates.phases is not None:
             raise ValueError(f"algorithm.updates.phases is set; expected None{why}")
@@ -204,10 +197,8 @@ class Algorithm:
     def _check_advantages(self) -> None:
         if self.token_advantage is not None and not wants(self.token_advantage, "adv"):
             if self.advantage is not advantages.raw:
-                raise ValueError(
-                    "algorithm.advantage is not advantages.raw; algorithm.token_advantage would not see it, as it "
-                    "does not name 'adv'"
-                )
+                unseen = "algorithm.token_advantage would not see it, as it does not name 'adv'"
+                raise ValueError(f"algorithm.advantage is not advantages.raw; {unseen}")
             gamma = inspect.signature(self.token_advantage).parameters.get("gamma")
             if self.critic is not None and gamma is not None:
                 expected = f"that of algorithm.token_advantage, {gamma.default}"
@@ -241,8 +232,7 @@ class Algorithm:
     @property
     def needs_old(self) -> bool:
         """Whether the learner's own log-probs have to be taken before the batch's first update."""
-        token_kl = self.needs_reference and self.kl_in == "reward"
-        u = self.updates
+        u, token_kl = self.updates, self.needs_reference and self.kl_in == "reward"
         asked = any(wants(fn, "old_logp") for fn in (self.token_advantage, u.select, u.token_filter, u.phases))
         return not self.bypass and (self.steps_per_batch > 1 or token_kl or asked)
 

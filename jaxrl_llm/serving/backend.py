@@ -13,21 +13,20 @@ from typing import Any
 import grpc
 import numpy as np
 
-from jaxrl_llm import types
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler.requests import Request
 from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.serving.engine import GREEDY, DriverGroup, JetStreamEngine, Listen, js, manifest
+from jaxrl_llm.types import expect
 
 
 class Driver(js.orchestrator.Driver):
     """JetStream's Driver over one engine that both prefills and generates."""
 
     def __init__(self, engine: JetStreamEngine):
-        engines = {"prefill_engines": [engine], "generate_engines": [engine]}
-        params = {"prefill_params": [engine.load_params()], "generate_params": [engine.load_params()]}
-        super().__init__(**engines, **params, interleaved_mode=True)
+        params = engine.load_params()  # each is for prefill, then for generate
+        super().__init__([engine], [engine], [params], [params], interleaved_mode=True)
         # Results that wait to be looked at are decoding steps for answers that may have ended.
         self._detokenize_backlogs[0].maxsize = 1
 
@@ -40,10 +39,6 @@ class Driver(js.orchestrator.Driver):
             except AssertionError:
                 if self._generate_slots[idx].qsize() < self._generate_engines[idx].max_concurrent_decodes:
                     raise
-
-    @property
-    def queued(self) -> int:
-        return self._prefill_backlog.qsize()
 
     def withdraw(self, group: DriverGroup) -> None:
         """Takes the tickets of a group that are still queued out of the queue."""
@@ -73,10 +68,8 @@ class DriverBackend:
         return self.engine.weights.version
 
     def submit(self, request: Request, listen: Listen | None = None) -> DriverGroup:
-        """The group, when all of its answers are done. listen: see `DriverGroup`.
-
-        Raises ValueError if the request cannot be served, RuntimeError after `close`.
-        """
+        """The group, when all of its answers are done. listen: see `DriverGroup`. Raises ValueError if the request
+        cannot be served, RuntimeError after `close`."""
         self.engine.check(request)
         group = DriverGroup(request, listen)
         with self._lock:
@@ -106,7 +99,7 @@ class DriverBackend:
         """Slots and those free, answers that wait for one, groups prefilled, tokens, calls of `generate`, version."""
         tickets = self.engine.tickets
         free = sum(ticket is None or not ticket.answer.open for ticket in tickets)
-        sizes = {"slots": len(tickets), "slots_free": free, "queued": self.driver.queued}
+        sizes = {"slots": len(tickets), "slots_free": free, "queued": self.driver._prefill_backlog.qsize()}
         return {**sizes, **self.engine.counts, "version": self.version}
 
     def close(self) -> None:
@@ -128,10 +121,8 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
         self._backend, self._draws = backend, itertools.count()
 
     async def Decode(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        """Nothing is prepended to the prompt, and the end-of-sequence token is not sent.
-
-        INVALID_ARGUMENT: cannot be served. A call that ends early frees its slot.
-        """
+        """Nothing is prepended to the prompt, and the end-of-sequence token is not sent. INVALID_ARGUMENT: cannot be
+        served. A call that ends early frees its slot."""
         loop, drawn = asyncio.get_running_loop(), asyncio.Queue()  # of token ids, None at the end
 
         def put(ids: list[int] | None) -> None:
@@ -157,12 +148,10 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
 
     def _request(self, asked: Any) -> Request:
         content = asked.WhichOneof("content")
-        types.expect(not asked.session_cache, "session_cache", asked.session_cache, "none: sessions are not kept")
-        types.expect(content is not None, "content", content, "text_content or token_content")
-        tokenizer = self._backend.engine.config.tokenizer
-        text = content == "text_content"
-        prompt = tokenizer.encode(asked.text_content.text) if text else asked.token_content.token_ids
-        draw = next(self._draws) % 2**32
+        expect(not asked.session_cache, "session_cache", asked.session_cache, "none: sessions are not kept")
+        expect(content is not None, "content", content, "text_content or token_content")
+        encode, draw = self._backend.engine.config.tokenizer.encode, next(self._draws) % 2**32
+        prompt = encode(asked.text_content.text) if content == "text_content" else asked.token_content.token_ids
         return Request(tuple(prompt), max_tokens=asked.max_tokens, sampling=GREEDY, draw=draw)
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import types
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel import sharding
@@ -27,6 +26,7 @@ from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.sampler.slots import MIN_PREFIX, ActiveGroup, SlotConfig, Slots, power_of_two
 from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.serving import jetstream
+from jaxrl_llm.types import expect
 
 js = jetstream.load()
 GREEDY = Sampling(temperature=0.0)
@@ -37,10 +37,8 @@ class DriverGroup(Future[Group]):
     """A request on its way through the Driver: the future of its group."""
 
     def __init__(self, request: Request, listen: Listen | None = None):
-        """listen: gets new token ids of any answer, without the end-of-sequence token, in a thread of the Driver.
-
-        It must not raise, or the process is killed.
-        """
+        """listen: gets new token ids of any answer, without the end-of-sequence token, in a thread of the Driver. It
+        must not raise, or the process is killed."""
         super().__init__()
         self.set_running_or_notify_cancel()  # whoever waits cannot cancel it: only `end` frees the slots
         self.request, self.listen = request, listen
@@ -152,10 +150,8 @@ class JetStreamEngine(js.engine_api.Engine):
     def __init__(self, model: ModelConfig, tokenizer: Tokenizer, weights: SamplerWeights, **config: Any):
         """config: the further fields of `SlotConfig`; `max_prompt_tokens` is at least 1."""
         self.config, self.weights = SlotConfig(model, tokenizer, **config), weights
-        types.expect(
-            self.config.max_prompt_tokens >= 1, "max_prompt_tokens", self.config.max_prompt_tokens, "at least 1"
-        )
-        self.mesh = self.config.mesh
+        most, self.mesh = self.config.max_prompt_tokens, self.config.mesh
+        expect(most >= 1, "max_prompt_tokens", most, "at least 1")
         self.tickets: list[DriverTicket | None] = [None] * sharding.rows(self.config.slots, self.mesh)  # of the slots
         self.waiting: deque[PartialAnswer] = deque()  # for a row
         self.counts = {"prefills": 0, "tokens": 0, "steps": 0}  # the Driver's generating thread writes them
@@ -163,8 +159,7 @@ class JetStreamEngine(js.engine_api.Engine):
     def check(self, request: Request) -> None:
         """Raises ValueError if the request cannot be served."""
         c = self.config
-        limits = {"max_prompt_tokens": c.max_prompt_tokens, "max_tokens": c.max_tokens}
-        check(request, vocab_size=c.model.vocab_size, **limits)
+        check(request, vocab_size=c.model.vocab_size, max_prompt_tokens=c.max_prompt_tokens, max_tokens=c.max_tokens)
 
     def load_params(self) -> JetStreamEngine:
         """The engine itself: the Driver keeps what it gets, and `swap` replaces the weights."""
@@ -176,13 +171,13 @@ class JetStreamEngine(js.engine_api.Engine):
         Returns when they are on the devices. Raises ValueError, and changes nothing, if a leaf is missing, unknown, or
         of another shape or dtype.
         """
-        types.expect(0 <= version < 2**31, "version", version, "a number in [0, 2^31)")
+        expect(0 <= version < 2**31, "version", version, "a number in [0, 2^31)")
         expected = manifest(self.weights.params)
         wrong, every = sorted(expected.keys() ^ leaves.keys())[:3], f"all of the {len(expected)} leaves of the model"
-        types.expect(not wrong, "leaves", f"without, or with, {wrong}", every)
+        expect(not wrong, "leaves", f"without, or with, {wrong}", every)
         for name, (shape, dtype) in expected.items():
-            types.expect(leaves[name].shape == shape, f"{name} shape", leaves[name].shape, shape)
-            types.expect(leaves[name].dtype == dtype, f"{name} dtype", leaves[name].dtype, dtype)
+            expect(leaves[name].shape == shape, f"{name} shape", leaves[name].shape, shape)
+            expect(leaves[name].dtype == dtype, f"{name} dtype", leaves[name].dtype, dtype)
         # A copy, because a CPU device may go on reading the memory that it is given.
         put = lambda path, x: jax.device_put(leaves[jax.tree_util.keystr(path)].copy(), x.sharding)
         params = jax.block_until_ready(jax.tree_util.tree_map_with_path(put, self.weights.params))
@@ -193,7 +188,7 @@ class JetStreamEngine(js.engine_api.Engine):
 
         Raises ValueError for a prefix, and for token ids that cannot be served.
         """
-        types.expect(existing_prefix is None, "existing_prefix", existing_prefix, "None")
+        expect(existing_prefix is None, "existing_prefix", existing_prefix, "None")
         if isinstance(padded_tokens, DriverTicket):
             return padded_tokens
         prompt = tuple(np.asarray(padded_tokens)[:true_length].tolist())

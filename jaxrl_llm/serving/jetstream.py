@@ -16,13 +16,6 @@ MODULES = (
 )  # fmt: skip
 
 
-def _stand_ins() -> dict[str, ModuleType]:
-    """seqio with the two classes that JetStream names and this project does not use: the real one needs TensorFlow."""
-    vocabularies = ModuleType("seqio.vocabularies")
-    vocabularies.Vocabulary = vocabularies.SentencePieceVocabulary = type("Vocabulary", (), {})
-    return {"seqio": ModuleType("seqio"), "seqio.vocabularies": vocabularies}
-
-
 def load() -> SimpleNamespace:
     """JetStream's modules under their own names. ImportError if google-jetstream is not installed.
 
@@ -35,7 +28,11 @@ def load() -> SimpleNamespace:
         jax.tree_map = jax.tree.map  # the orchestrator calls it while it runs
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
-    added = _stand_ins() if importlib.util.find_spec("seqio") is None else {}
+    # seqio with the two classes that JetStream names and this project does not use: the real one needs TensorFlow.
+    vocabularies = ModuleType("seqio.vocabularies")
+    vocabularies.Vocabulary = vocabularies.SentencePieceVocabulary = type("Vocabulary", (), {})
+    stand_ins = {"seqio": ModuleType("seqio"), "seqio.vocabularies": vocabularies}
+    added = stand_ins if importlib.util.find_spec("seqio") is None else {}
     sys.modules.update(added)
     try:
         found = {name.rpartition(".")[2]: importlib.import_module(f"jetstream.{name}") for name in MODULES}

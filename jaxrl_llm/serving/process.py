@@ -43,10 +43,9 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
 
     def make() -> backend.DriverBackend:
         pushed = weights.push(model, params, mesh, quantized=trainer.quantized(config))
-        slots, most = r.slots or r.prompts * r.group_size, r.max_response_tokens
-        sizes = {"slots": slots, "max_prompt_tokens": r.max_prompt_tokens, "max_tokens": most}
-        sizes |= {"tokens_per_call": r.tokens_per_call, "kv_dtype": r.kv_dtype, "mesh": mesh}
-        return backend.DriverBackend(model, config.tokenizer(), pushed, **sizes)
+        sizes = {"slots": r.slots or r.prompts * r.group_size, "max_prompt_tokens": r.max_prompt_tokens}
+        sizes |= {"max_tokens": r.max_response_tokens, "tokens_per_call": r.tokens_per_call, "kv_dtype": r.kv_dtype}
+        return backend.DriverBackend(model, config.tokenizer(), pushed, mesh=mesh, **sizes)
 
     with jax.set_mesh(mesh):
         server.serve(make, register=backend.add_decode_service, **listen)

@@ -164,22 +164,19 @@ class Service:
         """
         try:
             async with self._assembling:  # host memory for one copy, whoever pushes
-                header, leaves = await self._assembled(chunks)
+                first = wire.parse(pb.Chunk, await anext(chunks, b""))
+                if (part := first.WhichOneof("part")) != "header":
+                    raise OSError(f"a {part} before the header" if part else "no header")
+                self._check_header(header := first.header)
+                assembly = wire.Assembly(header, self.backend.manifest)
+                async for data in chunks:
+                    assembly.add(wire.parse(pb.Chunk, data))
+                leaves = assembly.finish()
         except OSError as error:
             raise Refusal(Code.DATA_LOSS, str(error)) from None
         seconds = await asyncio.to_thread(self._swap, leaves, header)
         self.counts["loaded"] += 1
         return pb.LoadReply(version=header.version, seconds=seconds)
-
-    async def _assembled(self, chunks: AsyncIterator[bytes]) -> tuple[pb.Header, dict[str, np.ndarray]]:
-        first = wire.parse(pb.Chunk, await anext(chunks, b""))
-        if (part := first.WhichOneof("part")) != "header":
-            raise OSError(f"a {part} before the header" if part else "no header")
-        self._check_header(first.header)
-        assembly = wire.Assembly(first.header, self.backend.manifest)
-        async for data in chunks:
-            assembly.add(wire.parse(pb.Chunk, data))
-        return first.header, assembly.finish()
 
     def _hear(self, run: str) -> None:
         if run and run == self.run:
@@ -315,16 +312,10 @@ def http(host: str, port: int, token: str | None, service: Callable[[], Service 
 
 
 def serve(
-    make_backend: Callable[[], Backend],
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    token: str | None = None,
-    cert: str | None = None,
-    key: str | None = None,
-    metrics_port: int | None = None,
+    make_backend: Callable[[], Backend], *, host: str = "127.0.0.1", port: int = 0, token: str | None = None,
+    cert: str | None = None, key: str | None = None, metrics_port: int | None = None,
     register: Callable[[Any, grpc.aio.Server], None] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Samples for whoever asks, until SIGTERM or SIGINT; to be called in the main thread.
 
     Takes its ports first (0: any that is free), then makes the backend, prints `listening on host:port` and answers.

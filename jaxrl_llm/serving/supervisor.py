@@ -40,15 +40,6 @@ def _start(command: list[str]) -> tuple[subprocess.Popen, threading.Event]:
     return child, ready
 
 
-def _end(child: subprocess.Popen) -> None:
-    child.terminate()
-    try:
-        child.wait(GRACE_S + 10)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-
-
 def supervise(command: list[str], *, deaths: int = 5, within_s: float = 60.0, backoff_s: float = 0.5) -> int:
     """Runs a command that calls `serve`, again each time it dies, until SIGTERM or SIGINT; its exit code at the end.
 
@@ -67,7 +58,12 @@ def supervise(command: list[str], *, deaths: int = 5, within_s: float = 60.0, ba
                 while child.poll() is None and not stop.wait(0.05):
                     pass
             finally:
-                _end(child)
+                child.terminate()
+                try:
+                    child.wait(GRACE_S + 10)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait()
             ever_listened |= ready.is_set()
             code = child.returncode
             if stop.is_set() or code == 0 or (code == 2 and not ever_listened):
