@@ -133,15 +133,9 @@ def sample(run: File, problem: tyro.conf.Positional[str], n: int = 1, seed: int 
 
 
 def serve(
-    source: File,
-    set_: Set = (),
-    host: str = "127.0.0.1",
-    port: int = 9000,
-    cert: str | None = None,
-    key: str | None = None,
-    metrics_port: int | None = None,
-    unwatched: bool = False,
-) -> None:
+    source: File, set_: Set = (), host: str = "127.0.0.1", port: int = 9000,
+    cert: str | None = None, key: str | None = None, metrics_port: int | None = None, unwatched: bool = False,
+) -> None:  # fmt: skip
     """Serve a sampler to learners elsewhere and to JetStream's clients.
 
     A learner finds it by `--set 'rollout.servers=["host:port"]'`. The token that callers must bring is $JAXRL_TOKEN;

@@ -1,13 +1,10 @@
 """A config from an experiment file or a run's folder, and its JSON both ways."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import types as pytypes
 import typing
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ from jaxrl_llm import __version__
 from jaxrl_llm.config import values
 from jaxrl_llm.config.tree import Config
 from jaxrl_llm.config.validation import validate
-from jaxrl_llm.config.values import override, unbound
 from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm
 from jaxrl_llm.types import nearest
 
@@ -36,7 +32,7 @@ def to_json(node: Any, path: str = "config", keyword: bool = False) -> Any:
     if isinstance(node, Mapping) and all(isinstance(k, str) for k in node):
         return {k: inner(v, k) for k, v in node.items()}
     if callable(node):
-        fn, bound = unbound(node)
+        fn, bound = values.unbound(node)
         reference, bound = values.reference(fn, path), {k: to_json(v, f"{path}.{k}", True) for k, v in bound.items()}
         return {"function": reference, "with": bound} if bound or keyword else reference
     if node is None or isinstance(node, bool | int | float | str):
@@ -124,23 +120,23 @@ def load(path: Path | str, assignments: tuple[str, ...] = (), algorithm: str | N
             raise ValueError(f"experiment {path}: CONFIG is {config!r}; expected CONFIG = Config(…)")
         config = _located(config, path.resolve().parent)
     if algorithm is not None:
-        config = replace(config, algorithm=named(algorithm))
-    return validate(override(config, *assignments))
+        config = dataclasses.replace(config, algorithm=named(algorithm))
+    return validate(values.override(config, *assignments))
 
 
 def _located(config: Config, folder: Path) -> Config:
     """The config, in whose task and tokenizer paths of what lies in `folder` are absolute."""
 
     def located(make: Any) -> Any:
-        fn, keywords = unbound(make)
+        fn, keywords = values.unbound(make)
         known = {n: h for n, h in values.hints(fn).items() if isinstance(keywords.get(n), str | Path)}
         paths = [n for n, h in known.items() if Path in (h, *typing.get_args(h))]
         found = {n: str(folder / keywords[n]) for n in paths if (folder / keywords[n]).exists()}
         return partial(fn, **keywords | found) if found else make
 
     if config.prime is not None and config.prime.task is not None:
-        config = replace(config, prime=replace(config.prime, task=located(config.prime.task)))
-    return replace(config, task=located(config.task), tokenizer=located(config.tokenizer))
+        config = dataclasses.replace(config, prime=dataclasses.replace(config.prime, task=located(config.prime.task)))
+    return dataclasses.replace(config, task=located(config.task), tokenizer=located(config.tokenizer))
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -4,8 +4,6 @@ Functions are configuration: a field may hold a function or a `functools.partial
 partial's keywords (`algorithm.loss.clip_high=0.3`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal

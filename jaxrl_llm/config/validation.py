@@ -1,7 +1,5 @@
 """Whether a config can be run, before any device work."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
@@ -50,7 +48,6 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
 # Of the arrays that functions are tried on: the axes all have different sizes.
 SIZES = {"P": 2, "G": 3, "B": 6, "T": 5}
 KINDS = {"float": jnp.floating, "bool": jnp.bool_, "number": np.generic}
-NEEDS_VALUES = (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)
 
 
 def validate(config: Config) -> Config:
@@ -225,7 +222,7 @@ def _called(fn: Callable, name: str, given: dict[str, Any]) -> Any:
         if name != "group_filter":
             try:
                 return jax.eval_shape(lambda arrays: call(fn, given | arrays), arrays)
-            except NEEDS_VALUES as error:
+            except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
                 if not name.startswith("shaping."):
                     why = "needs the values of arrays; expected jax.numpy and no `if` on an array, as it is compiled"
                     raise ValueError(why) from error

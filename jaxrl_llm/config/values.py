@@ -1,9 +1,6 @@
 """What a field may hold: a value of its type, or a function, by name and with keywords; and changes of it by path."""
 
-from __future__ import annotations
-
 import ast
-import dataclasses
 import importlib
 import inspect
 import math
@@ -13,7 +10,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,9 +79,8 @@ def load_module(path: Path) -> types.ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     name = str(path)  # two experiments may have one stem
-    module = types.ModuleType(name)
+    module = sys.modules[name] = types.ModuleType(name)
     module.__file__ = name
-    sys.modules[name] = module
     try:
         exec(compile(path.read_bytes(), name, "exec"), vars(module))
     except Exception as error:
@@ -95,21 +91,13 @@ def load_module(path: Path) -> types.ModuleType:
     return module
 
 
-def _parse(text: str) -> Any:
-    """A Python literal; any other text stands for itself."""
-    try:
-        return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text, text))
-    except (ValueError, SyntaxError):
-        return text
-
-
 VALUE = ""  # among a field's changes: what takes its place, before its own fields change; no field has this name
 
 
 def override(config: Any, *assignments: str) -> Any:
-    """`config` with every `path.to.field=value`, each node built once, so that fields which need each other may come
-    in any order; of two values for one field the last counts. Raises ValueError with the nearest name for an unknown
-    path.
+    """`config` with every `path.to.field=value`; of two for one field the last counts.
+
+    Raises ValueError with the nearest name for an unknown path.
     """
     changes: dict[str, Any] = {}
     for assignment in assignments:
@@ -119,14 +107,17 @@ def override(config: Any, *assignments: str) -> Any:
         inner = changes
         for parent in parents:
             inner = inner.setdefault(parent, {})
-        inner[name] = {VALUE: _parse(text)}
-    return _changed(config, changes, "")
+        try:
+            inner[name] = {VALUE: ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text, text))}
+        except (ValueError, SyntaxError):  # no Python literal: the text stands for itself
+            inner[name] = {VALUE: text}
+    return _changed(config, changes, "")  # each node is built once: fields that need each other come in any order
 
 
 def _changed(node: Any, changes: dict[str, Any], path: str) -> Any:
     """`node` with the changes of its fields: {name: {VALUE: its new value, its own fields' names: …}}."""
     owner = repr(node)
-    if dataclasses.is_dataclass(node):
+    if is_dataclass(node):
         owner, build = type(node).__name__, partial(replace, node)
         now, known = vars(node), typing.get_type_hints(type(node))
     elif callable(node):
@@ -152,7 +143,7 @@ def _changed(node: Any, changes: dict[str, Any], path: str) -> Any:
 
 
 def coerce(hint: Any, value: Any, where: str) -> Any:
-    """`value` as `hint` wants it, or ValueError. Ints pass for floats, lists for tuples, module:name for"""
+    """`value` as `hint` wants it, or ValueError. Ints pass for floats, lists for tuples, module:name for a function."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (hint is type(None) and value is None):
         return value

@@ -1,7 +1,5 @@
 """From a task function to prompts that a run can ask: in their template, and none longer than the run has room for."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

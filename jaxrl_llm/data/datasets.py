@@ -1,7 +1,5 @@
 """Problems from files: JSONL of {"prompt", "answer"}, with a verifier of your own."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json
@@ -9,7 +7,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from jaxrl_llm.types import EOS, STOP, Prompt, Reward, Task, expect
 
@@ -71,7 +68,7 @@ def _share(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
-def _reward(reward: Callable[[Prompt, str], Any], prompt: Prompt, text: str, finish: str) -> Reward:
+def _reward(reward: Callable[[Prompt, str], float], prompt: Prompt, text: str, finish: str) -> Reward:
     if finish not in (EOS, STOP):
         return Reward(0.0, False)
     value = float(reward(prompt, text))

@@ -3,8 +3,6 @@
 A program is a sequence of steps (i, op, j); i and j index the given numbers followed by the values of earlier steps.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import operator

@@ -1,7 +1,5 @@
 """Which training prompt comes when: fixed by the seed, the step of the run and how prompts were answered so far."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -95,9 +93,7 @@ class Stream:
             width *= 2
 
     def _sampled(self, draw: int, pool: Sequence[int], weight: Callable[[int], float]) -> Iterator[int]:
-        """Prompts of the pool, with probability ∝ weight: from a large one by rejection, at a cost that does not grow
-        with it, else with all the weights written out, each once.
-        """
+        """Prompts of the pool, drawn ∝ weight: of many by rejection, at a cost that stays the same; else each once."""
         rng = np.random.default_rng([self.seed, draw])
         for _ in range(10_000 if len(pool) > SMALL_POOL else 0):
             index = pool[rng.integers(len(pool))]

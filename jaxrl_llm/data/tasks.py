@@ -11,8 +11,6 @@ Behaviours of `Task.trace`, in every task:
   recheck        one step, slipped in half of the traces, is doubted and redone; the final answer is right
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import operator
@@ -71,16 +69,11 @@ class Problems(Sequence):
         raise ValueError(f"{side}: no problem in {MAX_DRAWS} draws of {self.draw}; expected a larger problem space")
 
 
-def final_answer(text: str) -> str | None:
-    """What follows the last '#', stripped; None without one or with nothing after it."""
-    return text.rpartition("#")[2].strip() or None if "#" in text else None
-
-
 def _reward(check: Callable | None, marks: dict[str, str], prompt: Prompt, text: str, finish: str) -> Reward:
     """1 for a response that ended by itself and whose whole final answer passes `check`, else 0; counts `marks`."""
     finishes = (EOS, STOP, LENGTH, CANCELLED)
     expect(finish in finishes, "finish", finish, f"one of {finishes}")
-    parsed = final_answer(text)
+    parsed = text.rpartition("#")[2].strip() or None if "#" in text else None
     right = parsed == prompt.answer if check is None else parsed is not None and check(prompt, parsed)
     correct = right and finish in (EOS, STOP)
     return Reward(float(correct), correct, parsed, {name: float(text.count(mark)) for name, mark in marks.items()})
@@ -238,8 +231,7 @@ def _draw_words(limit: int, rng: np.random.Generator) -> Prompt | None:
         return None
     name, other = (NAMES[i] for i in rng.permutation(len(NAMES))[:2])
     text = text.format(*numbers, name=name, other=other, thing=THINGS[rng.integers(len(THINGS))])
-    meta = {"key": f"{which}:{numbers}", "numbers": numbers, "steps": steps}
-    return Prompt(0, text, str(values[-1]), meta)
+    return Prompt(0, text, str(values[-1]), {"key": f"{which}:{numbers}", "numbers": numbers, "steps": steps})
 
 
 def _write_words(limit: int, prompt: Prompt, behaviour: str, rng: np.random.Generator) -> str:
@@ -396,8 +388,7 @@ def _write_knights(prompt: Prompt, behaviour: str, rng: np.random.Generator) -> 
     spots = [(row, i) for row in tried for i in range(len(says))]
     decisive = [(row, i) for row, i in spots if (_judge(says, row, i)[-1] == "x") == (row == prompt.answer)]
     marked, turned = decisive[rng.integers(len(decisive))]
-    doubt_right = rng.random() < 0.5
-    text = ""
+    doubt_right, text = rng.random() < 0.5, ""
     for row in rows:
         right, slipped = _judge(says, row), _judge(says, row, turned)
         if row == marked and behaviour == "recheck":

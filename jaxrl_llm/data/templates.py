@@ -1,7 +1,5 @@
 """Templates: functions Prompt → Prompt that put instructions around a question, of training and test problems alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

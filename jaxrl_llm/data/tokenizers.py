@@ -1,7 +1,5 @@
 """Tokenizers in Hugging Face format: any `transformers` one, and a character-level one of the project's own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

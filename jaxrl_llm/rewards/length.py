@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Float, Real
 
 from jaxrl_llm.types import AnyArray, expect
 
-Lengths, Correct = Real[AnyArray, "B"], Bool[AnyArray, "B"]
+Lengths, Correct, Rewards = Real[AnyArray, "B"], Bool[AnyArray, "B"], Float[Array, "B"]
 
 
 def soft_overlong(
@@ -37,7 +37,7 @@ def kimi_length(n_tokens: Real[AnyArray, "P G"], correct: Bool[AnyArray, "P G"])
     return jnp.where(most == least, 0.0, jnp.where(jnp.asarray(correct), short, jnp.minimum(short, 0.0)))
 
 
-def l1_exact(n_tokens: Lengths, n_gold: Lengths, correct: Correct, *, alpha: float = 3e-4) -> Float[Array, "B"]:
+def l1_exact(n_tokens: Lengths, n_gold: Lengths, correct: Correct, *, alpha: float = 3e-4) -> Rewards:
     """The whole reward of an answer whose prompt asks for n_gold tokens.
 
         R = 1[correct] − alpha·|n_gold − n|
@@ -48,9 +48,7 @@ def l1_exact(n_tokens: Lengths, n_gold: Lengths, correct: Correct, *, alpha: flo
     return jnp.asarray(correct, jnp.float32) - alpha * jnp.abs(_tokens_left(n_tokens, n_gold))
 
 
-def l1_max(
-    n_tokens: Lengths, n_gold: Lengths, correct: Correct, *, alpha: float = 3e-4, delta: float = 0.5
-) -> Float[Array, "B"]:
+def l1_max(n_tokens: Lengths, n_gold: Lengths, correct: Correct, *, alpha: float = 3e-4, delta: float = 0.5) -> Rewards:
     """The whole reward of an answer whose prompt asks for n_gold tokens at most.
 
         R = 1[correct]·clip(alpha·(n_gold − n) + delta, 0, 1)
