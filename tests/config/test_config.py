@@ -818,7 +818,7 @@ def test_every_field_of_the_config_is_read_somewhere():
     [
         ("trainer.py", "config.checkpoint.every", "config.evaluation.every", "Checkpoint.every"),
         ("trainer.py", "r.stop", "()", "Rollout.stop"),
-        ("optim.py", "config.clip_norm", "1.0", "Optimizer.clip_norm"),
+        ("optim.py", "c.clip_norm", "1.0", "Optimizer.clip_norm"),
         ("transformer.py", "s.factor", "8.0", "RopeScaling.factor"),
         ("sft.py", ".traces_per_batch", ".stages", "Prime.traces_per_batch"),
     ],
