@@ -37,8 +37,8 @@ class Rollout:
     prompts: int = 32  # P, per batch
     group_size: int = 8  # G
     max_prompt_tokens: int = 256
-    long_prompts: Literal["error", "drop"] = "error"  # what to do about prompts of more tokens: see data/curation.py
     max_response_tokens: int = 96  # the end-of-sequence token included
+    long_prompts: Literal["error", "drop"] = "error"  # what to do about longer prompts: see data/curation.py
     temperature: float = 1.0
     top_k: int = 0  # 0: no filter. A filter makes sampler and learner differ, so it has to be allowed:
     top_p: float = 1.0
