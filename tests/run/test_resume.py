@@ -36,7 +36,7 @@ CONFIG = Config(
     model=ModelConfig(vocab_size=112, layers=1, width=32, heads=2, kv_heads=1, head_width=16, mlp_width=64),
     prime=Prime((Stage(60, {"clean": 0.5, "no_reasoning": 0.5}),), 16, Optimizer(lr=1e-2, warmup=5)),
     algorithm=Algorithm(
-        advantages.dcpo_sas, losses.ppo_clip, "token", kl="k3", kl_coef=0.01, kl_refresh=3, group_filter=filters.mixed,
+        advantages.dcpo_sas, losses.ppo_clip, "token", kl="k3", kl_coef=0.01, kl_refresh=4, group_filter=filters.mixed,
         updates_per_batch=2, memory=advantages.dcpo_sas_init, token_advantage=with_values,
         prompts=PromptChoice(prioritized=True),
         critic=Critic(pretrain=1, optimizer=Optimizer(lr=1e-3)),
@@ -44,7 +44,7 @@ CONFIG = Config(
     optimizer=Optimizer(lr=1e-3, schedule="cosine"),
     rollout=Rollout(prompts=4, group_size=4, max_prompt_tokens=16, max_response_tokens=32, max_rounds=50),
     evaluation=Evaluation(every=2, problems=16),
-    checkpoint=Checkpoint(every=3),
+    checkpoint=Checkpoint(every=4),  # when the reference is neither the base (replaced in step 3) nor the policy
     steps=6,
 )
 '''
@@ -82,7 +82,7 @@ def runs(tmp_path_factory):
 
     process = jaxrl(folder, "--out", str(killed))
     deadline = time.monotonic() + 240
-    # the fifth step lies between the checkpoints of steps 3 and 6
+    # the fifth step lies between the checkpoints of steps 4 and 7
     while len((killed / "metrics.jsonl").read_text().splitlines() if (killed / "metrics.jsonl").exists() else "") < 6:
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline

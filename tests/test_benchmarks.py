@@ -1,0 +1,30 @@
+"""Every benchmark runs, with as little work as it takes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "experiments" / "benchmarks"
+LEAST = {
+    "objectives": ("--runs", "1"),
+    "rl_step": ("--prompt-len", "16", "--steps", "1"),
+    "sampler": ("--remote", "--repeats", "1"),
+}
+
+
+def test_every_benchmark_is_tried():
+    assert {file.stem for file in FOLDER.glob("*.py")} == set(LEAST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEAST)
+def test_a_benchmark_prints_a_table_of_figures(name):
+    command = [sys.executable, FOLDER / f"{name}.py", *LEAST[name]]
+    environment = {**os.environ, "XLA_FLAGS": ""}  # one device, as a user has it
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(re.findall(r"\d\.\d+", done.stdout)) >= 3, done.stdout
