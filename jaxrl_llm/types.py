@@ -91,22 +91,59 @@ class Rollouts:
         return len(self.texts) // len(self.prompts)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How answers lie in a row of the model: see learner/packing.py."""
+
+    length: int  # T, of every array [B,T]
+    prefix: int = 0  # tokens that a grouped row has for its prompt
+    group: int = 0  # answers in a grouped row; 0: rows are packed
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ModelInput:
+    """What the model reads of a micro-batch, and where in it the generated tokens are. Made by learner/packing.py.
+
+    R rows of N tokens lie on D shards of the mesh. A shard has r = R/D rows, room for b answers and for n generated
+    tokens. Arrays here have leading axes of their own for the mini-batch and the micro-batch, [U,M,…].
+    """
+
+    tokens: jax.Array  # int32 [R,N]
+    positions: jax.Array  # int32 [R,N]
+    segments: jax.Array  # int32: packed [R,N], 1, 2, … and 0 for padding; grouped [R], the prompt's tokens
+    take: jax.Array  # int32 [D,n]: places of the generated tokens in the shard's r·N tokens
+    untake: jax.Array  # int32 [D,r·N]: its inverse, n where no token is generated
+    targets: jax.Array  # int32 [D,n]
+    put: jax.Array  # int32 [D,b·T]: for each token of each answer its place in n; n behind the answer's end
+    unput: jax.Array  # int32 [D,n]: its inverse
+    answers: jax.Array  # int32 [D·b]: numbers of the answers in the mini-batch, its size where there is none
+    layout: Layout = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """A batch as the model reads it: U mini-batches of M micro-batches."""
+
+    inputs: ModelInput
+    where: jax.Array  # int32 [U,B/U]: place of each answer of a mini-batch among the M·D·b of its micro-batches
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """What one optimiser step learns from, on the mesh.
+    """What the optimiser steps on a batch of rollouts learn from, on the mesh.
 
-    A group's prompt is stored once. `inputs` begins with the prompt's last token and `targets` with the response's
-    first: position t of a response predicts targets[:, t]. The prompt's other tokens are `prefix`.
-    Optional arrays are None when the algorithm does not need them.
+    Position t of an answer's arrays is its t-th generated token; how the model gets there from its rows is `rows`'
+    concern. Answers at the end may only fill up the batch. Optional arrays are None when the algorithm does not need
+    them.
     """
 
-    prefix: jax.Array  # int32 [P,S]: the prompt without its last token
-    prefix_lengths: jax.Array  # int32 [P]
-    inputs: jax.Array  # int32 [B,T]
-    targets: jax.Array  # int32 [B,T]
+    rows: Rows | None
     mask: jax.Array  # bool [B,T]: generated tokens that train
     adv: jax.Array  # float32 [B,T]
+    valid: jax.Array  # bool [B]: not only there to fill up the batch
     sampler_logp: jax.Array | None = None  # float32 [B,T]
     old_logp: jax.Array | None = None  # float32 [B,T]; None: this is the batch's only update, old is the live one
     ref_logp: jax.Array | None = None  # float32 [B,T]
@@ -117,6 +154,8 @@ class Batch:
     returns: jax.Array | None = None  # float32 [B,T]: what the critic learns
     weights: jax.Array | None = None  # float32 [B,T], Σ over the optimiser batch of weights·x is the loss
     nll_weights: jax.Array | None = None  # float32 [B,T], of −logp on correct responses
+    critic_rows: Rows | None = None  # in the critic's mini-batches
+    group_size: int = field(default=1, metadata={"static": True})  # G
 
 
 @jax.tree_util.register_dataclass

@@ -67,6 +67,15 @@ class Mesh:
 
 
 @dataclass(frozen=True)
+class Learning:
+    """How the learner computes; nothing of it changes a number beyond rounding."""
+
+    layout: Literal["auto", "grouped", "packed"] = "auto"  # of a row of the model; auto: the one with fewer operations
+    row_tokens: int = 0  # that a row may have at most; 0: grouped rows any number, packed ones the longest answer's
+    logprob_chunk: int = 1024  # tokens of a device whose logits exist at once
+
+
+@dataclass(frozen=True)
 class Evaluation:
     every: int = 10  # steps; 0: only before and after
     problems: int = 512  # of the held-out split
@@ -89,6 +98,7 @@ class Config:
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
     mesh: Mesh = Mesh()
+    learner: Learning = Learning()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     steps: int = 100  # batches of rollouts

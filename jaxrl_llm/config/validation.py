@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.config.tree import Checkpoint, Config, Evaluation, Mesh, Prime, Rollout, Stage
+from jaxrl_llm.config.tree import Checkpoint, Config, Evaluation, Learning, Mesh, Prime, Rollout, Stage
 from jaxrl_llm.config.values import coerce, hints, is_function, unbound
 from jaxrl_llm.data import curation
 from jaxrl_llm.data.tokenizers import Tokenizer
@@ -29,10 +29,11 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
         Rollout: "prompts group_size max_prompt_tokens max_response_tokens tokens_per_call max_rounds",
         Evaluation: "problems samples", Checkpoint: "every keep", Algorithm: "updates_per_batch",
         ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width", Critic: "updates mini_batches",
+        Learning: "logprob_chunk",
     }),
     ("at least 0", lambda x: x >= 0, {
         Config: "logged_samples abort_after seed", Rollout: "slots budget max_staleness top_k", Evaluation: "every",
-        Shaping: "length_warmup", Critic: "pretrain head_std", Optimizer: "lr warmup weight_decay",
+        Shaping: "length_warmup", Critic: "pretrain head_std", Optimizer: "lr warmup weight_decay", Learning: "row_tokens",
     }),
     ("a positive number", lambda x: x > 0, {
         Rollout: "temperature", Critic: "clip", Optimizer: "eps clip_norm", ModelConfig: "rope_theta norm_eps",
@@ -54,18 +55,16 @@ def validate(config: Config) -> Config:
     """The same config. Raises ValueError that names the field, its value and what was expected."""
     r, a, m = config.rollout, config.algorithm, config.mesh
     _types(config, "")
-    ways, micro = m.data * m.fsdp, config.micro_batches
-    whole = ways * a.updates_per_batch * micro
-    left, over = divmod(r.prompts, ways * a.updates_per_batch)  # prompts of an update on a device, if it comes out even
-    many = f"rollout.prompts={math.ceil(r.prompts / whole) * whole}"
-    expected = "a multiple of mesh.data × mesh.fsdp × algorithm.updates_per_batch × micro_batches = "
-    expected += f"{m.data} × {m.fsdp} × {a.updates_per_batch} × {micro} "
-    expected += f"(--set {many if over else f'micro_batches={math.gcd(left, micro)}'})"
-    expect(r.prompts % whole == 0, "rollout.prompts", r.prompts, expected)
+    ways = m.data * m.fsdp
+    most, longest = config.learner.row_tokens, r.max_prompt_tokens + r.max_response_tokens
+    expected = f"0, or at least {longest}, for rollout.max_prompt_tokens + rollout.max_response_tokens"
+    expect(most == 0 or most >= longest, "learner.row_tokens", most, expected)
+    expected = f"at most rollout.prompts = {r.prompts}: a mini-batch is of whole prompts"
+    expect(a.updates_per_batch <= r.prompts, "algorithm.updates_per_batch", a.updates_per_batch, expected)
     _validate_sampler(r, ways)
-    _validate_algorithm(a, r, ways, micro)
+    _validate_algorithm(a, r)
     _validate_model(config.model)
-    _validate_prime(config.prime, ways * micro)
+    _validate_prime(config.prime)
     _validate_call(config.task, "task")
     _validate_call(config.tokenizer, "tokenizer")
     return config
@@ -109,7 +108,7 @@ def _validate_sampler(r: Rollout, ways: int) -> None:
         expect(host and port.isdecimal(), f"rollout.servers.{i}", server, "host:port")
 
 
-def _validate_algorithm(a: Algorithm, r: Rollout, ways: int, micro_batches: int) -> None:
+def _validate_algorithm(a: Algorithm, r: Rollout) -> None:
     if r.group_size == 1:
         expect(a.group_filter is None, "rollout.group_size", 1, "at least 2 for algorithm.group_filter")
         expected = f"at least 2 for {unbound(a.advantage)[0].__name__}: the advantage of one answer alone is 0"
@@ -123,10 +122,8 @@ def _validate_algorithm(a: Algorithm, r: Rollout, ways: int, micro_batches: int)
         expected = "one that sets meta['n_gold'], for algorithm.shaping.reward"
         expect("n_gold" in template(Prompt(0, "?")).meta, "algorithm.prompts.template", template, expected)
     if a.critic is not None:
-        of_a_device, parts = r.prompts // (ways * micro_batches), a.critic.mini_batches
-        expected = "a divisor of rollout.prompts / (mesh.data × mesh.fsdp × micro_batches) = "
-        expected += f"{of_a_device} (--set algorithm.critic.mini_batches={math.gcd(of_a_device, parts)})"
-        expect(of_a_device % parts == 0, "algorithm.critic.mini_batches", parts, expected)
+        parts, expected = a.critic.mini_batches, f"at most rollout.prompts = {r.prompts}"
+        expect(parts <= r.prompts, "algorithm.critic.mini_batches", parts, expected)
     _validate_functions(a, r.max_response_tokens)
 
 
@@ -237,8 +234,7 @@ def _called(fn: Callable, name: str, given: dict[str, Any]) -> Any:
         raise ValueError(f"algorithm.{name}: {_name(fn)}: {text}") from error
 
 
-def _validate_prime(prime: Prime | None, parts: int) -> None:
-    """parts: data × fsdp × micro_batches, into which a batch of traces is divided."""
+def _validate_prime(prime: Prime | None) -> None:
     if prime is None:
         return
     expect(prime.stages, "prime.stages", prime.stages, "at least one Stage(…)")
@@ -246,8 +242,7 @@ def _validate_prime(prime: Prime | None, parts: int) -> None:
         weights = list(stage.mixture.values())
         sound = min(weights, default=-1) >= 0 and sum(weights) > 0
         expect(sound, f"prime.stages.{i}.mixture", stage.mixture, "behaviours with weights, none below 0, not all 0")
-    n, expected = prime.traces_per_batch, f"a positive multiple of mesh.data × mesh.fsdp × micro_batches = {parts}"
-    expect(n > 0 and n % parts == 0, "prime.traces_per_batch", n, expected)
+    expect(prime.traces_per_batch > 0, "prime.traces_per_batch", prime.traces_per_batch, "a positive number")
     if prime.task is not None:
         _validate_call(prime.task, "prime.task")
 

@@ -1,71 +1,81 @@
-"""From sampled responses to what one optimiser step learns from."""
+"""From sampled answers to what one optimiser step learns from."""
 
+import math
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
+from jaxrl_llm.learner import packing
+from jaxrl_llm.learner.packing import Division
+from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.objective.token_weights import token_weights
-from jaxrl_llm.types import LENGTH, AnyArray, Batch, Rollouts, expect
-
-
-def bucket(n: int, smallest: int = 16) -> int:
-    """The least of 16, 24, 32, 48, 64, … that holds n: few shapes, hence few compilations, at most a third wasted."""
-    size = smallest
-    while size < n:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return size
+from jaxrl_llm.parallel import sharding
+from jaxrl_llm.parallel.sharding import constrain
+from jaxrl_llm.types import LENGTH, AnyArray, Batch, ModelInput, Rollouts, Rows, expect
 
 
 def make_batch(
     rollouts: Rollouts,
+    model: ModelConfig,
+    cut: Division = Division(),
+    critic_mini_batches: int = 0,
     *,
-    shape: tuple[int, int],
     drop_truncated: bool = False,
     kept: Bool[np.ndarray, "P"] | None = None,
-    sharding: Sharding | None = None,
-) -> Batch:
-    """Prompts and responses as the arrays of one update, on the devices that `sharding` names; advantages are 0.
+    mesh: Mesh | None = None,
+) -> tuple[Batch, dict[str, float]]:
+    """Answers as the arrays of their updates, on the mesh, with advantages 0, and the metrics of their packing.
 
-    Here, and nowhere else, targets are shifted against inputs by one token: `inputs` is the prompt's last token and
-    then the response without its last, `targets` the response. `mask` comes from the sampler's lengths and finish
-    reasons. `shape`: padded prefix and response tokens (S, T); ValueError when they are too small.
-    `drop_truncated`: responses that reached the token limit are masked out (DAPO's overlong filtering). `kept`: groups
-    that are False are masked out.
+    `mask` comes from the sampler's lengths and finish reasons, never from token ids. `drop_truncated`: answers that
+    reached the token limit are masked out (DAPO's overlong filtering). `kept`: groups that are False are masked out.
+    critic_mini_batches: into which the critic's updates cut the batch, 0 without a critic. Prompts are filled up until
+    mini-batches and shards divide them. Raises ValueError as `packing.plan` does.
     """
-    size, length = shape
-    need = int(rollouts.prompt_lengths.max()) - 1, int(rollouts.lengths.max())
-    fits = need[0] <= size and need[1] <= length
-    expect(fits, "shape", shape, f"at least {need} tokens of prefix and response")
-    fit = lambda x, n: np.pad(x[:, :n], ((0, 0), (0, max(0, n - x.shape[1]))))
-    before = np.arange(size) < rollouts.prompt_lengths[:, None] - 1
-    last = np.take_along_axis(rollouts.prompt_tokens, rollouts.prompt_lengths[:, None] - 1, axis=1)
-    targets = fit(rollouts.tokens, length)
+    group, prompts = rollouts.group_size, len(rollouts.prompts)
+    unit = math.lcm(cut.mini_batches, critic_mini_batches or 1) * cut.shards // math.gcd(cut.shards, group)
+    rows = -(-prompts // unit) * unit * group
+
+    def laid_out(mini_batches: int) -> tuple[Rows, dict[str, float]]:
+        division = replace(cut, mini_batches=mini_batches)
+        planned = packing.plan(rollouts.prompt_lengths - 1, rollouts.lengths, model, division)
+        laid = packing.lay_out(rollouts, planned, division, rows // mini_batches)
+        return _placed(laid, mesh), packing.statistics(planned, rollouts)
+
+    of_policy, statistics = laid_out(cut.mini_batches)
+    of_critic = laid_out(critic_mini_batches)[0] if critic_mini_batches else None
+    length = of_policy.inputs.layout.length
+    fit = lambda x: np.pad(x[:, :length], ((0, rows - len(x)), (0, max(0, length - x.shape[1]))))
     mask = np.arange(length) < rollouts.lengths[:, None]
     if drop_truncated:
         mask &= (rollouts.finish != LENGTH)[:, None]
     if kept is not None:
-        mask &= np.repeat(kept, rollouts.group_size)[:, None]
-    batch = Batch(
-        prefix=np.where(before, fit(rollouts.prompt_tokens, size), 0),
-        prefix_lengths=rollouts.prompt_lengths - 1,
-        inputs=np.concatenate([np.repeat(last, rollouts.group_size, axis=0), targets[:, :-1]], axis=1),
-        targets=targets,
-        mask=mask,
-        adv=np.zeros(mask.shape, np.float32),
-        sampler_logp=np.where(mask, fit(rollouts.sampler_logp, length), 0).astype(np.float32),
-    )
-    return jax.device_put(batch, sharding)
+        mask &= np.repeat(kept, group)[:, None]
+    logp = np.where(mask, fit(rollouts.sampler_logp)[: len(mask)], 0).astype(np.float32)
+    arrays = {"mask": fit(mask), "adv": np.zeros((rows, length), np.float32), "sampler_logp": fit(logp)}
+    arrays["valid"] = np.arange(rows) < len(mask)
+    return Batch(of_policy, **placed(arrays, mesh), critic_rows=of_critic, group_size=group), statistics
+
+
+def placed(arrays: AnyArray | dict[str, AnyArray], mesh: Mesh | None) -> Array | dict[str, Array]:
+    """Arrays of answers [B,…] on the mesh, split over the axes that share a batch."""
+    return jax.device_put(arrays, None if mesh is None else sharding.batch_sharding(mesh))
+
+
+def _placed(rows: Rows, mesh: Mesh | None) -> Rows:
+    if mesh is None:
+        return jax.device_put(rows)
+    inputs = jax.device_put(rows.inputs, sharding.batch_sharding(mesh, axis=2))
+    return Rows(inputs, jax.device_put(rows.where, sharding.replicated(mesh)))
 
 
 def with_advantages(batch: Batch, adv: Float[AnyArray, "P G"] | Float[AnyArray, "B T"]) -> Batch:
-    """The batch with an advantage per response spread over its tokens, or one per token. ValueError on other shapes."""
-    adv = jnp.asarray(adv, jnp.float32)
-    prompts, rows = batch.prefix.shape[0], batch.mask.shape[0]
-    groups, tokens = (prompts, rows // prompts), batch.mask.shape
+    """The batch with an advantage per answer spread over its tokens, or one per token. ValueError on other shapes."""
+    adv, tokens = jnp.asarray(adv, jnp.float32), batch.mask.shape
+    groups = tokens[0] // batch.group_size, batch.group_size
     expect(adv.shape in (groups, tokens), "adv.shape", adv.shape, f"{groups} or {tokens}")
     return replace(batch, adv=jnp.where(batch.mask, adv if adv.shape == tokens else adv.reshape(-1, 1), 0.0))
 
@@ -84,33 +94,43 @@ def with_weights(
     `nll`: adds `nll_weights`, 1/Σ n over correct responses. `phase`: only these tokens have weight; denominators count
     the tokens of the whole batch, or of the phase (`phase_weights`).
     """
-    group = batch.inputs.shape[0] // batch.prefix.shape[0]
     counted = batch.mask & phase if phase is not None and phase_weights == "phase" else batch.mask
     in_phase = lambda weights: weights if phase is None else jnp.where(phase, weights, 0.0)
-    weights = in_phase(token_weights(counted, norm, group_size=group, max_len=max_len))
+    of = {"group_size": batch.group_size, "max_len": max_len, "row_valid": batch.valid}
+    weights = in_phase(token_weights(counted, norm, **of))
     nll_weights = in_phase(token_weights(batch.mask & batch.correct[:, None], "token")) if nll else None
     return replace(batch, weights=weights, nll_weights=nll_weights)
 
 
-def split_batch(batch: Batch, parts: int) -> Batch:
-    """Every array with a new leading axis of `parts`; a prompt and all its responses stay in one part.
-
-    A part takes every parts-th prompt, so that each device of a sharded batch holds its share of every part.
-    Raises ValueError when `parts` does not divide the prompts.
-    """
-    prompts = batch.prefix.shape[0]
-    if prompts % parts:
-        raise ValueError(f"parts={parts}: does not divide the {prompts} prompts of the batch")
-
-    def one(x: Array) -> Array:
-        y = x.reshape(prompts // parts, parts, x.shape[0] // prompts, *x.shape[1:]).swapaxes(0, 1)
-        return y.reshape(parts, x.shape[0] // parts, *x.shape[1:])
-
-    return jax.tree.map(one, batch)
+def mini_batches(batch: Batch, rows: Rows) -> list[Batch]:
+    """The batch cut into the mini-batches of `rows`, with whole prompts in each: one takes every U-th prompt."""
+    parts = rows.where.shape[0]
+    arrays = replace(batch, rows=None, critic_rows=None)
+    if parts > 1:
+        split = jax.tree.map(lambda x: split_answers(x, parts, batch.group_size), arrays)
+    cut = lambda tree, u: jax.tree.map(lambda x: x[u], tree)
+    of_part = lambda u: jax.tree.map(lambda x: x[u : u + 1], rows)
+    return [replace(arrays if parts == 1 else cut(split, u), rows=of_part(u)) for u in range(parts)]
 
 
-def merge_parts(x: Array, prompts: int) -> Array:
-    """The inverse of `split_batch` for one array of responses: [parts, B/parts, …] → [B, …]."""
-    parts = x.shape[0]
-    y = x.reshape(parts, prompts // parts, -1, *x.shape[2:]).swapaxes(0, 1)
-    return y.reshape(parts * x.shape[1], *x.shape[2:])
+def split_answers(x: Array, parts: int, group_size: int) -> Array:
+    """[B,…] → [parts, B/parts, …], a prompt's answers in one part; a part takes every parts-th prompt."""
+    y = x.reshape(-1, parts, group_size, *x.shape[1:]).swapaxes(0, 1)
+    return y.reshape(parts, -1, *x.shape[1:])
+
+
+def in_order(x: Array, rows: Rows, group_size: int) -> Array:
+    """What was computed answer by answer, [U·M, D·b, …], as [B,…]: the inverse of cutting and packing."""
+    parts = rows.where.shape[0]
+    flat = x.reshape(parts, -1, *x.shape[2:])
+    back = rows.where.reshape(*rows.where.shape, *(1,) * (x.ndim - 2))
+    y = jnp.take_along_axis(flat, back, axis=1)
+    y = y.reshape(parts, -1, group_size, *x.shape[2:]).swapaxes(0, 1)
+    return y.reshape(-1, *x.shape[2:])
+
+
+def micro_batches(batch: Batch) -> tuple[ModelInput, Batch]:
+    """A mini-batch's rows, and its arrays in their order: leading axes [M]. Where a row has no answer, they are 0."""
+    inputs = jax.tree.map(lambda x: x[0], batch.rows.inputs)
+    one = lambda x: constrain(x.at[inputs.answers].get(mode="fill", fill_value=0), None, "batch")
+    return inputs, jax.tree.map(one, replace(batch, rows=None, critic_rows=None))

@@ -15,13 +15,12 @@ from jaxtyping import Array
 from optax import GradientTransformation
 
 from jaxrl_llm.learner import train_step
-from jaxrl_llm.learner.batching import merge_parts, split_batch
 from jaxrl_llm.models import transformer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import losses
 from jaxrl_llm.objective.algorithms import Critic
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.types import Batch, TrainState
+from jaxrl_llm.types import Batch, ModelInput, TrainState
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class ValueFunction:
 
 
 def make(
-    critic: Critic, config: ModelConfig, tx: GradientTransformation, mesh: Mesh, micro_batches: int, seed: int
+    critic: Critic, config: ModelConfig, tx: GradientTransformation, mesh: Mesh, seed: int
 ) -> ValueFunction:
     """The functions of a critic beside a policy of this model.
 
@@ -59,24 +58,25 @@ def make(
             params["trunk"] = sharding.shardings(transformer.logical_axes(config), shapes["trunk"], mesh)
         return jax.jit(initial, out_shardings=train_step.train_state_shardings(tx, shapes, params, mesh))(policy)
 
-    def predict(params: Any, policy: Any, batch: Batch) -> Array:
+    def predict(params: Any, policy: Any, rows: ModelInput) -> Array:
         trunk = params["trunk"] if critic.kind == "network" else stop_gradient(policy)
-        hidden = train_step.response_hidden(config, {k: v for k, v in trunk.items() if k != "head"}, batch)[0]
+        hidden = train_step.response_hidden(config, {k: v for k, v in trunk.items() if k != "head"}, rows)[0]
         w, b = params["value"]["w"], params["value"]["b"]
-        return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), w, precision="highest") + b
+        value = jnp.einsum("snd,d->sn", hidden.astype(jnp.float32), w, precision="highest") + b
+        return train_step.by_answer(rows, value)
 
     @jax.jit
     def values(params: Any, policy: Any, batch: Batch) -> Array:
-        out = jax.lax.map(lambda b: predict(params, policy, b), split_batch(batch, micro_batches))
-        return jnp.where(batch.mask, merge_parts(out, batch.prefix.shape[0]), 0.0)
+        out = train_step.over_micro_batches(lambda r: predict(params, policy, r), batch, batch.critic_rows)
+        return jnp.where(batch.mask, out, 0.0)
 
     @partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, policy: Any, batch: Batch) -> tuple[TrainState, train_step.Metrics]:
-        def loss(params: Any, b: Batch) -> tuple[Array, None]:
-            x = losses.value_loss(predict(params, policy, b), b.values, b.returns, b.mask, critic.clip)
+        def loss(params: Any, rows: ModelInput, b: Batch) -> tuple[Array, None]:
+            x = losses.value_loss(predict(params, policy, rows), b.values, b.returns, b.mask, critic.clip)
             return jnp.sum(b.weights * x), None
 
-        grads, value, _ = train_step.accumulate(loss, state.params, batch, micro_batches)
+        grads, value, _ = train_step.accumulate(loss, state.params, batch)
         state, metrics = train_step.apply_gradients(tx, state, grads, value, batch.weights)
         return state, {f"critic/{name}": x for name, x in metrics.items()}
 

@@ -21,6 +21,7 @@ from jaxrl_llm.data import curation
 from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.learner import batching, critic
+from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.learner.optim import make_optimizer, reset_moments, schedule
 from jaxrl_llm.learner.train_step import init_state, make_logprobs, make_train_step
 from jaxrl_llm.objective import advantages, losses
@@ -55,7 +56,7 @@ class Learner:
 def build(config: Config) -> Learner:
     """Everything that a config stands for, before any parameter exists. Raises ValueError as `config.validate` does."""
     configs.validate(config)
-    a, r, model, micro_batches = config.algorithm, config.rollout, config.model, config.micro_batches
+    a, r, model = config.algorithm, config.rollout, config.model
     tokenizer, task = configs.made(config)
     task, usable = curation.fitting(task, tokenizer, r.max_prompt_tokens, r.long_prompts)
     order = r.difficulty, config.total_steps, a.prompts.prioritized, a.prompts.retire_above
@@ -65,10 +66,10 @@ def build(config: Config) -> Learner:
     value = None
     if a.critic is not None:
         critic_tx = make_optimizer(a.critic.optimizer, config.total_steps * a.critic.updates)
-        value = critic.make(a.critic, model, critic_tx, mesh, micro_batches, config.seed)
+        value = critic.make(a.critic, model, critic_tx, mesh, config.seed)
     stream, rate = Stream(task.train, config.seed, *order, usable, r.prompts), schedule(config.optimizer, updates)
-    train_step = make_train_step(model, a, tx, r.temperature, micro_batches)
-    logprobs = make_logprobs(model, r.temperature, micro_batches)
+    train_step = make_train_step(model, a, tx, r.temperature, config.learner.logprob_chunk)
+    logprobs = make_logprobs(model, r.temperature, config.learner.logprob_chunk)
     assign, choose = jax.jit(partial(assign_advantages, a)), jax.jit(partial(choose_tokens, a))
     return Learner(config, task, stream, tokenizer, mesh, tx, train_step, logprobs, assign, choose, rate, value)
 
@@ -118,24 +119,27 @@ def assign_advantages(
 ) -> tuple[Batch, Any]:
     """The batch with its advantages (and the critic's returns), and the updated memory of the advantage. Jitted.
 
-    rewards, lengths: [B], kept, prompt_ids: [P]. `lengths` and the penalty count every token of a response, also of one
-    that is masked out: it stays part of its group.
+    rewards, lengths: of the answers, without those that fill up the batch; kept, prompt_ids: [P]. `lengths` and the
+    penalty count every token of a response, also of one that is masked out: it stays part of its group.
     """
-    a, rows = algorithm, batch.mask.shape[0]
-    generated = jnp.arange(batch.mask.shape[1])[None] < lengths[:, None]
-    groups = (kept.shape[0], rows // kept.shape[0])
+    a, (rows, length), real = algorithm, batch.mask.shape, len(rewards)
+    filled_up = lambda x: jnp.pad(x, ((0, rows - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
+    generated = jnp.arange(length)[None] < filled_up(lengths)[:, None]
+    groups = (kept.shape[0], batch.group_size)
     kl = jnp.zeros(batch.mask.shape, jnp.float32)
     if a.needs_reference and a.kl_in == "reward":
         kl = losses.kl(batch.old_logp, batch.ref_logp, generated, a.kl)
     per_token = wants(a.token_advantage, "kl") or (a.critic is not None and wants(a.token_advantage, "rewards"))
-    penalized = rewards if per_token else rewards - a.kl_coef * kl.sum(axis=1)
+    penalized = rewards if per_token else rewards - a.kl_coef * kl[:real].sum(axis=1)
     have = {"rewards": penalized.reshape(groups), "lengths": lengths.reshape(groups), "kept": kept}
-    have |= {"mask": batch.mask.reshape(*groups, -1), "prompt_ids": prompt_ids, "state": memory}
+    have |= {"mask": batch.mask[:real].reshape(*groups, -1), "prompt_ids": prompt_ids, "state": memory}
     adv = call(a.advantage, have)
     if a.memory is not None:
         adv, memory = adv
-    batch = batching.with_advantages(batch, adv.reshape(batch.mask.shape) if adv.ndim == 3 else adv)
+    adv = filled_up(adv.reshape(real, length) if adv.ndim == 3 else adv.reshape(real, 1))
+    batch = batching.with_advantages(batch, jnp.broadcast_to(adv, batch.mask.shape))
     beta = a.kl_coef if a.kl_in == "reward" else 0.0
+    rewards, penalized = filled_up(rewards), filled_up(penalized)
     if a.critic is not None:
         penalized = advantages.token_rewards(rewards, kl, batch.mask, beta=beta)
         returns = advantages.gae(penalized, batch.values, batch.mask, gamma=a.critic.gamma, lam=a.critic.lam)[1]
@@ -150,20 +154,25 @@ def assign_advantages(
     return batch, memory
 
 
-def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tuple[Batch, TrainState]:
-    """The batch on the mesh, with advantages and the log-probs that are needed, and the state with its new memory."""
-    a, answers = learner.config.algorithm, scored.rollouts
-    shape = batching.bucket(int(answers.prompt_lengths.max()) - 1), batching.bucket(int(answers.lengths.max()))
-    split_rows = sharding.batch_sharding(learner.mesh)
-    masked = {"drop_truncated": a.prompts.overlong_filter, "kept": scored.kept}
-    batch = batching.make_batch(answers, shape=shape, sharding=split_rows, **masked)
+def learn_batch(
+    learner: Learner, state: TrainState, scored: ScoredBatch
+) -> tuple[Batch, TrainState, dict[str, float]]:
+    """The batch on the mesh, with advantages and the log-probs that are needed; the state with its new memory; metrics
+    of the packing.
+    """
+    config, a, answers, mesh = learner.config, learner.config.algorithm, scored.rollouts, learner.mesh
+    cut = division(config, mesh)
+    masked = {"drop_truncated": a.prompts.overlong_filter, "kept": scored.kept, "mesh": mesh}
+    parts = 0 if a.critic is None else a.critic.mini_batches
+    batch, packed = batching.make_batch(answers, config.model, cut, parts, **masked)
+    filled_up = lambda x: np.pad(x, [(0, n - m) for n, m in zip(batch.mask.shape, x.shape, strict=False)])
     if a.nll_coef:
-        batch = replace(batch, correct=jax.device_put(np.array([r.correct for r in scored.rewards]), split_rows))
+        correct = filled_up(np.array([r.correct for r in scored.rewards]))
+        batch = replace(batch, correct=batching.placed(correct, mesh))
     if a.bypass:
         batch = replace(batch, old_logp=batch.sampler_logp)
     elif scored.old_logp is not None:
-        padding = batch.mask.shape[1] - scored.old_logp.shape[1]
-        batch = replace(batch, old_logp=jax.device_put(np.pad(scored.old_logp, ((0, 0), (0, padding))), split_rows))
+        batch = replace(batch, old_logp=batching.placed(filled_up(scored.old_logp), mesh))
     elif a.needs_old:
         batch = replace(batch, old_logp=learner.logprobs(state.params, batch)[0])
     if a.needs_reference:
@@ -173,7 +182,13 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
         batch = replace(batch, values=learner.critic.values(state.critic.params, state.params, batch))
     indices = np.zeros(len(answers.prompts), np.int64) if answers.indices is None else answers.indices
     batch, memory = learner.assign_advantages(batch, scored.shaped, answers.lengths, scored.kept, indices, state.memory)
-    return batch, replace(state, memory=memory)
+    return batch, replace(state, memory=memory), packed
+
+
+def division(config: Config, mesh: Mesh) -> Division:
+    """How the config's batches are cut and packed."""
+    rows = config.learner.layout, config.learner.row_tokens
+    return Division(config.algorithm.updates_per_batch, config.micro_batches, sharding.rows(1, mesh), *rows)
 
 
 def choose_tokens(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key: Array) -> Batch:
@@ -188,13 +203,6 @@ def choose_tokens(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Arra
     return batch
 
 
-def _mini_batches(batch: Batch, parts: int) -> list[Batch]:
-    if parts == 1:
-        return [batch]
-    whole = batching.split_batch(batch, parts)
-    return [jax.tree.map(lambda x, i=i: x[i], whole) for i in range(parts)]
-
-
 def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
     """The policy's optimiser steps on the batch, each on a mini-batch of whole prompts, or on one phase's tokens of it.
 
@@ -206,7 +214,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
     of_mini = {"norm": a.norm, "max_len": max_len, "nll": a.nll_coef != 0, "phase_weights": a.updates.phase_weights}
     opt_state = reset_moments(state.opt_state) if a.optimizer_reset else state.opt_state
     policy = TrainState(state.params, opt_state, state.step)
-    minis, taken, tokens = _mini_batches(batch, a.updates_per_batch), [], None
+    minis, taken, tokens = batching.mini_batches(batch, batch.rows), [], None
     for phase, mini in list(product(range(a.phase_count), minis)) * a.updates.epochs:
         if a.updates.select is not None or a.updates.token_filter is not None:
             key = jax.random.fold_in(jax.random.key(config.seed), policy.step)
@@ -224,7 +232,8 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
 def update_critic(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
     """The critic's optimiser steps on the batch, its mini-batches in turn; metrics with the explained variance."""
     c, value = learner.config.algorithm.critic, state.critic
-    minis, taken = [_with_weights(m, norm="token", max_len=None) for m in _mini_batches(batch, c.mini_batches)], []
+    minis, taken = batching.mini_batches(batch, batch.critic_rows), []
+    minis = [_with_weights(m, norm="token", max_len=None) for m in minis]
     for i in range(c.updates):
         value, m = learner.critic.step(value, state.params, minis[i % len(minis)])
         taken.append(m)

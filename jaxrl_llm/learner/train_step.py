@@ -15,7 +15,7 @@ from jax.lax import stop_gradient
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxrl_llm.learner.batching import merge_parts, split_batch
+from jaxrl_llm.learner.batching import in_order, micro_batches
 from jaxrl_llm.models import attention, transformer
 from jaxrl_llm.models.logprobs import token_logprobs
 from jaxrl_llm.models.transformer import ModelConfig
@@ -23,7 +23,8 @@ from jaxrl_llm.objective import losses
 from jaxrl_llm.objective.algorithms import Algorithm, call
 from jaxrl_llm.objective.corrections import mismatch_report
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.types import Batch, TrainState
+from jaxrl_llm.parallel.sharding import constrain
+from jaxrl_llm.types import Batch, ModelInput, Rows, TrainState
 
 Metrics = dict[str, Array]
 Tx = optax.GradientTransformation  # an optimiser
@@ -54,38 +55,68 @@ def train_state_shardings(tx: Tx, shapes: Any, params: Any, mesh: Mesh) -> Train
     return TrainState(params, moments, replicated)
 
 
-def response_hidden(config: ModelConfig, params: Any, batch: Batch) -> tuple[Array, nnx.Module]:
-    """Final hidden states [B,T,D], aligned with the response, and the model that made them.
+@jax.custom_vjp
+def _gathered(x: Array, there: Array, back: Array) -> Array:
+    """x [D,m,…] → [D,n,…], where entry i is x[:, there[:, i]], or 0 if that is m. `back` does the inverse.
 
-    A row of the model is a prompt with all its answers: [prefix | answer 0 | … | answer G-1].
+    The gradient is a gather, too: of a gather's own gradient, a scatter, XLA does not know that no two places collide.
     """
-    (prompts, size), (rows, length) = batch.prefix.shape, batch.inputs.shape
-    group = rows // prompts
-    tokens = jnp.concatenate([batch.prefix, batch.inputs.reshape(prompts, group * length)], axis=1)
-    answers = batch.prefix_lengths[:, None] + jnp.tile(jnp.arange(length), group)[None]
-    positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (prompts, size)), answers], axis=1)
-    model = nnx.merge(transformer.split(config), params)
-    hidden, _ = model(tokens, positions, attention.grouped(batch.prefix_lengths, size, group))
-    return hidden[:, size:].reshape(rows, length, -1), model
+    index = there.reshape(*there.shape, *(1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
 
 
-def response_logprobs(config: ModelConfig, params: Any, batch: Batch, temperature: float) -> tuple[Array, Array]:
-    """Log-prob of every target and entropy, [B,T], aligned with the response. The one path for every log-prob."""
-    hidden, model = response_hidden(config, params, batch)
-    return token_logprobs(hidden, model.head_matrix(), batch.targets, temperature=temperature)
+_gathered.defvjp(lambda x, there, back: (_gathered(x, there, back), (there, back)),
+                 lambda places, slope: (_gathered(slope, places[1], places[0]), None, None))  # fmt: skip
 
 
-def make_logprobs(config: ModelConfig, temperature: float, micro_batches: int) -> Callable:
+def _moved(x: Array, there: Array, back: Array) -> Array:
+    """`_gathered`, on each device of the mesh what it has: XLA by itself would send hidden states around."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return _gathered(x, there, back)
+    rows = PartitionSpec(sharding.BATCH)
+    return jax.shard_map(_gathered, in_specs=(rows, rows, rows), out_specs=rows)(x, there, back)
+
+
+def response_hidden(config: ModelConfig, params: Any, rows: ModelInput) -> tuple[Array, nnx.Module]:
+    """Final hidden states [D,n,width] from which each generated token of a micro-batch is predicted; the model."""
+    layout, model = rows.layout, nnx.merge(transformer.split(config), params)
+    attend = attention.packed(rows.segments)
+    if layout.group:
+        attend = attention.grouped(rows.segments, layout.prefix, layout.group)
+    hidden, _ = model(rows.tokens, rows.positions, attend)
+    by_shard = hidden.reshape(rows.take.shape[0], -1, hidden.shape[-1])
+    return _moved(by_shard, rows.take, rows.untake), model
+
+
+def by_answer(rows: ModelInput, x: Array) -> Array:
+    """What belongs to generated tokens, [D,n], as [D·b,T]; 0 behind an answer's end."""
+    return constrain(_moved(x, rows.put, rows.unput).reshape(-1, rows.layout.length), "batch")
+
+
+def response_logprobs(
+    config: ModelConfig, params: Any, rows: ModelInput, temperature: float, chunk: int = 1024
+) -> tuple[Array, Array]:
+    """Log-prob of every generated token of a micro-batch and entropy, [D·b,T]. The one path for every log-prob."""
+    hidden, model = response_hidden(config, params, rows)
+    out = token_logprobs(hidden, model.head_matrix(), rows.targets, temperature=temperature, chunk=chunk)
+    return tuple(by_answer(rows, x) for x in out)
+
+
+def over_micro_batches(fn: Callable, batch: Batch, rows: Rows) -> Any:
+    """fn(rows of a micro-batch) → arrays [D·b,T], one micro-batch after the other, as arrays [B,T]."""
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows.inputs)
+    return jax.tree.map(lambda x: in_order(x, rows, batch.group_size), jax.lax.map(fn, flat))
+
+
+def make_logprobs(config: ModelConfig, temperature: float, chunk: int = 1024) -> Callable:
     """(params, batch) → log-probs and entropies [B,T], for all that is not differentiated; compiled once a shape."""
 
     @jax.jit
     def logprobs(params: Any, batch: Batch) -> tuple[Array, Array]:
-        parts = split_batch(batch, micro_batches)
-        out = jax.lax.map(lambda b: response_logprobs(config, params, b, temperature), parts)
-        return jax.tree.map(lambda x: merge_parts(x, batch.prefix.shape[0]), out)
+        return over_micro_batches(lambda r: response_logprobs(config, params, r, temperature, chunk), batch, batch.rows)
 
     # What the model reads, and no more: jit would compile anew when an array that it does not read is added.
-    inputs = lambda b: Batch(b.prefix, b.prefix_lengths, b.inputs, b.targets, None, None)
+    inputs = lambda b: Batch(b.rows, None, None, None, group_size=b.group_size)
     return lambda params, batch: logprobs(params, inputs(batch))
 
 
@@ -140,34 +171,36 @@ def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Arra
     return metrics
 
 
-def accumulate(loss: Callable, params: Any, batch: Batch, micro_batches: int) -> tuple[Any, Array, Any]:
-    """Gradients and value of loss(params, batch) → (value, arrays [B,T]), summed over micro-batches, and the arrays.
+def accumulate(loss: Callable, params: Any, batch: Batch) -> tuple[Any, Array, Any]:
+    """Gradients and value of loss(params, rows, answers) → (value, arrays [D·b,T]) over the batch's micro-batches, which
+    are summed, and the arrays as [B,T].
 
-    The sum is that of the whole batch, because the token weights were computed over the whole batch.
+    `rows` is what the model reads, `answers` the Batch of the answers in them. The sum is that of the whole batch,
+    because the token weights were computed over the whole batch.
     """
-    run = jax.value_and_grad(loss, has_aux=True)
-    if micro_batches == 1:
-        (value, aux), grads = run(params, batch)
-        return grads, value, aux
+    run, parts = jax.value_and_grad(loss, has_aux=True), micro_batches(batch)
 
-    def add(carry: Any, micro: Batch) -> tuple[Any, Any]:
-        (value, aux), grads = run(params, micro)
+    def add(carry: Any, micro: tuple[ModelInput, Batch]) -> tuple[Any, Any]:
+        (value, aux), grads = run(params, *micro)
         return jax.tree.map(jnp.add, carry, (grads, value)), aux
 
-    zero = jax.tree.map(jnp.zeros_like, params), jnp.float32(0)
-    (grads, value), aux = jax.lax.scan(add, zero, split_batch(batch, micro_batches))
-    return grads, value, jax.tree.map(lambda x: merge_parts(x, batch.prefix.shape[0]), aux)
+    if parts[0].tokens.shape[0] == 1:
+        (value, aux), grads = run(params, *jax.tree.map(lambda x: x[0], parts))
+        aux = jax.tree.map(lambda x: x[None], aux)
+    else:
+        (grads, value), aux = jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, params), jnp.float32(0)), parts)
+    return grads, value, jax.tree.map(lambda x: in_order(x, batch.rows, batch.group_size), aux)
 
 
-def make_gradients(config: ModelConfig, algorithm: Algorithm, temperature: float, micro_batches: int) -> Callable:
+def make_gradients(config: ModelConfig, algorithm: Algorithm, temperature: float, chunk: int = 1024) -> Callable:
     """(params, batch) → gradients, loss, metrics."""
 
-    def loss(params: Any, batch: Batch) -> tuple[Array, tuple[Array, Array]]:
-        per_token = response_logprobs(config, params, batch, temperature)
-        return objective(algorithm, batch, *per_token), per_token
+    def loss(params: Any, rows: ModelInput, answers: Batch) -> tuple[Array, tuple[Array, Array]]:
+        per_token = response_logprobs(config, params, rows, temperature, chunk)
+        return objective(algorithm, answers, *per_token), per_token
 
     def gradients(params: Any, batch: Batch) -> tuple[Any, Array, Metrics]:
-        grads, value, per_token = accumulate(loss, params, batch, micro_batches)
+        grads, value, per_token = accumulate(loss, params, batch)
         return grads, value, token_metrics(algorithm, batch, *map(stop_gradient, per_token))
 
     return gradients
@@ -186,10 +219,10 @@ def apply_gradients(tx: Tx, state: TrainState, grads: Any, loss: Array, weights:
 
 
 def make_train_step(
-    config: ModelConfig, algorithm: Algorithm, tx: Tx, temperature: float = 1.0, micro_batches: int = 1
+    config: ModelConfig, algorithm: Algorithm, tx: Tx, temperature: float = 1.0, chunk: int = 1024
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Jitted (state, batch with weights) → (state, metrics); the state is donated."""
-    gradients = make_gradients(config, algorithm, temperature, micro_batches)
+    gradients = make_gradients(config, algorithm, temperature, chunk)
 
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -90,3 +90,17 @@ def grouped(prefix_lengths: Int[Array, " R"], prefix_size: int, group_size: int)
         return jnp.concatenate([causal(q[:, :size], k[:, :size], v[:, :size]), out], axis=1), None
 
     return attend
+
+
+def packed(segments: Int[Array, "R N"], implementation: str = "auto") -> Attend:
+    """Rows of several segments; 0 is padding."""
+
+    def attend(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
+        rows, n, heads, width = q.shape
+        q = q.reshape(rows, n, k.shape[2], heads // k.shape[2], width) * width**-0.5
+        logits = _product("rnkhc,rmkc->rkhnm", q, k)
+        mask = jnp.tril(jnp.ones((n, n), bool))[None] & (segments[:, :, None] == segments[:, None, :])
+        weights = jax.nn.softmax(jnp.where(mask[:, None, None], logits, MASKED), axis=-1).astype(v.dtype)
+        return _product("rkhnm,rmkc->rnkhc", weights, v).astype(q.dtype).reshape(rows, n, heads, width), None
+
+    return attend

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.parallel import sharding
 from jaxrl_llm.types import expect
 
 
@@ -39,34 +40,51 @@ def token_logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log π(target) and entropy H = −Σ π log π, in nats, of π = softmax(hidden·head / temperature).
 
-    The flattened B·T tokens are split into blocks of `chunk` tokens, whose logits are recomputed in the backward pass.
-    A block takes every n-th token, so that with B sharded each device works on its share of every block. Both outputs
-    carry gradient; the head's is summed over the blocks in fp32. Raises ValueError for a temperature or chunk that is
-    not positive.
+    The flattened B·T tokens are taken in blocks of `chunk`, whose logits are recomputed in the backward pass. Both
+    outputs carry gradient; the head's is summed over the blocks in fp32. On a mesh (`jax.set_mesh`) whose data and fsdp
+    axes divide B, each device takes its own rows' blocks, with the head gathered once, its gradient reduced once, and
+    the vocabulary split over `tensor`. Raises ValueError for a temperature or chunk that is not positive.
     """
     expect(temperature > 0, "temperature", temperature, "a positive number")
     expect(chunk >= 1, "chunk", chunk, "at least 1 token")
     hidden, head, targets = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(targets)
-    summed = head.astype(jnp.float32)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or targets.shape[0] % sharding.rows(1, mesh):
+        return _in_blocks(hidden, head.astype(jnp.float32), head, targets, temperature, chunk, ())
+
+    def on_device(hidden: Array, summed: Array, head: Array, targets: Array) -> tuple[Array, Array]:
+        # Its gradient is one sum over the devices, here, and not one in each block
+        summed, head = (jax.lax.pcast(x, sharding.BATCH, to="varying") for x in (summed, head))
+        return _in_blocks(hidden, summed, head, targets, temperature, chunk, ("tensor",))
+
+    rows, columns = sharding.PartitionSpec(sharding.BATCH), sharding.PartitionSpec(None, "tensor")
+    split = jax.shard_map(on_device, in_specs=(rows, columns, columns, rows), out_specs=(rows, rows))
+    return split(hidden, head.astype(jnp.float32), head, targets)
+
+
+def _in_blocks(
+    hidden: Array, summed: Array, head: Array, targets: Array, temperature: float, chunk: int, over: tuple[str, ...]
+) -> tuple[Array, Array]:
+    """`token_logprobs` of what one device has. over: the mesh axes that the vocabulary is split over."""
+    total = lambda x: jax.lax.psum(jnp.sum(x, axis=-1), over)
+    first = jax.lax.axis_index(over) * head.shape[1] if over else 0
 
     @jax.checkpoint
     def block(h: Array, y: Array) -> tuple[Array, Array]:
         logits = tempered_logits(h, _with_gradient_to(summed, head), temperature)
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == y[:, None]
-        logp = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1) - lse
+        top = jax.lax.stop_gradient(logits).max(axis=-1)
+        top = jax.lax.pmax(top, over) if over else top
+        lse = jnp.log(total(jnp.exp(logits - top[:, None]))) + top
+        hit = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == y[:, None]
+        logp = total(jnp.where(hit, logits, 0.0)) - lse
         logps = logits - lse[:, None]  # not H = lse − Σ π·logits, which cancels: a hundred times the rounding error
-        return logp, -jnp.sum(jnp.exp(logps) * logps, axis=-1)
+        return logp, -total(jnp.exp(logps) * logps)
 
     n, width = targets.size, hidden.shape[-1]
-    blocks = -(-n // chunk)
-    flat_h, flat_y = hidden.reshape(n, width), targets.reshape(n)
+    blocks, flat = -(-n // chunk), (hidden.reshape(n, width), targets.reshape(n))
     if blocks <= 1:
-        out = block(flat_h, flat_y)
+        out = block(*flat)
     else:
-        pad = -n % blocks
-        flat_h = jnp.pad(flat_h, ((0, pad), (0, 0))).reshape(-1, blocks, width).swapaxes(0, 1)
-        flat_y = jnp.pad(flat_y, (0, pad)).reshape(-1, blocks).swapaxes(0, 1)
-        out = jax.lax.map(lambda xs: block(*xs), (flat_h, flat_y))
-        out = (x.swapaxes(0, 1).reshape(-1)[:n] for x in out)
+        cut = lambda x: jnp.pad(x, ((0, -n % blocks), *((0, 0),) * (x.ndim - 1))).reshape(blocks, -1, *x.shape[1:])
+        out = (x.reshape(-1)[:n] for x in jax.lax.map(lambda xs: block(*xs), tuple(map(cut, flat))))
     return tuple(x.reshape(targets.shape) for x in out)

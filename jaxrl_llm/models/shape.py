@@ -36,6 +36,22 @@ class ModelConfig:
     remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass recomputes, see REMAT
 
     @property
+    def flops_per_token(self) -> int:
+        """Operations of the blocks' matrix products for a token, forward: 2 per multiply-add."""
+        attention = self.width * self.head_width * 2 * (self.heads + self.kv_heads)
+        return 2 * self.layers * (attention + 3 * self.width * self.mlp_width)
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Operations of attention for a query and a key that it sees, forward."""
+        return 4 * self.layers * self.heads * self.head_width
+
+    @property
+    def flops_of_head(self) -> int:
+        """Operations of the output projection for a token, forward."""
+        return 2 * self.width * self.vocab_size
+
+    @property
     def n_params(self) -> int:
         attention = self.width * self.head_width * 2 * (self.heads + self.kv_heads)
         attention += (self.heads + 2 * self.kv_heads) * self.head_width if self.qkv_bias else 0

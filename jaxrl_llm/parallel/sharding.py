@@ -57,9 +57,14 @@ def shardings(axes_tree: Any, shapes: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(one, axes_tree, shapes, is_leaf=is_axes)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Splits the leading axis over data and fsdp, and no other axis."""
-    return NamedSharding(mesh, PartitionSpec(BATCH))
+def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
+    """Splits one axis over data and fsdp, and no other."""
+    return NamedSharding(mesh, PartitionSpec(*(None,) * axis, BATCH))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Everything on every device."""
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def rows(n: int, mesh: Mesh | None) -> int:

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 from jaxrl_llm import config as configs
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.learner import batching
-from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.learner import Learner, division
 from jaxrl_llm.models import transformer
 from jaxrl_llm.objective import corrections
 from jaxrl_llm.parallel import sharding
@@ -152,20 +152,13 @@ def sample_answers(sampler: Learner, params: Any) -> Rollouts:
 
 def learner_logprobs(learner: Learner, params: Any, answers: Rollouts) -> Float[np.ndarray, "B T"]:
     """The learner's log-probs of the answers' tokens; about as many answers at a time as a training batch has."""
-    r, count, group = learner.config.rollout, len(answers.prompts), answers.group_size
-    unit = sharding.rows(1, learner.mesh) * learner.config.micro_batches
-    rounded_up = lambda n: -(-n // unit) * unit
-    n = min(rounded_up(max(1, r.prompts * r.group_size // group)), rounded_up(count))
-    shape = batching.bucket(int(answers.prompt_lengths.max()) - 1), batching.bucket(int(answers.lengths.max()))
-    batch, logp = jax.device_get(batching.make_batch(answers, shape=shape)), []
+    r, cut = learner.config.rollout, division(learner.config, learner.mesh)
+    parts = cut.micro_batches * -(-len(answers.texts) // (r.prompts * r.group_size))
+    cut = replace(cut, mini_batches=1, micro_batches=parts)
+    batch, _ = batching.make_batch(answers, learner.config.model, cut, mesh=learner.mesh)
     with jax.set_mesh(learner.mesh):
-        for start in range(0, count, n):
-            prompts = np.minimum(np.arange(start, start + n), count - 1)  # the last part is filled up with copies
-            rows = (prompts[:, None] * group + np.arange(group)).ravel()
-            part = jax.tree.map(lambda x, p=prompts, b=rows: x[p if len(x) == count else b], batch)
-            part = jax.device_put(part, sharding.batch_sharding(learner.mesh))
-            logp.append(jax.device_get(learner.logprobs(params, part)[0]))
-    return np.concatenate(logp)[: count * group, : answers.tokens.shape[1]]
+        logp = jax.device_get(learner.logprobs(params, batch)[0])
+    return logp[: len(answers.texts), : answers.tokens.shape[1]]
 
 
 def summary(

@@ -26,7 +26,8 @@ from jaxrl_llm.config import Config, Prime
 from jaxrl_llm.data import curation
 from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.data.tokenizers import Tokenizer
-from jaxrl_llm.learner.batching import bucket, make_batch, with_advantages, with_weights
+from jaxrl_llm.learner.batching import make_batch, with_advantages, with_weights
+from jaxrl_llm.learner.learner import division
 from jaxrl_llm.learner.optim import make_optimizer, schedule
 from jaxrl_llm.learner.train_step import init_state, make_train_step
 from jaxrl_llm.objective import advantages, losses
@@ -168,13 +169,9 @@ def _steps(
     task = curation.open_task(recipe.task or config.task, config.algorithm.prompts.template, field)
     if task.trace is None:
         raise ValueError("prime.task is without traces; expected a task with Task.trace, or prime=None")
-    train_step = make_train_step(config.model, SUPERVISED, tx, micro_batches=config.micro_batches)
-    ones = np.ones((recipe.traces_per_batch, 1), np.float32)
-    size = length = 0
+    train_step = make_train_step(config.model, SUPERVISED, tx)
+    ones, cut = np.ones((recipe.traces_per_batch, 1), np.float32), replace(division(config, mesh), mini_batches=1)
     for done, batch in enumerate(traces(task, config.tokenizer(), recipe, config.seed, start), start + 1):
-        # shapes only grow, so that there are few of them
-        size = max(size, bucket(int(batch.prompt_lengths.max()) - 1))
-        length = max(length, bucket(int(batch.lengths.max())))
-        arrays = make_batch(batch, shape=(size, length), sharding=sharding.batch_sharding(mesh))
+        arrays, _ = make_batch(batch, config.model, cut, mesh=mesh)
         state, m = train_step(state, with_weights(with_advantages(arrays, ones), "token", None))
         yield done, state, m

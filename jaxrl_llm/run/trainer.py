@@ -122,7 +122,7 @@ def one_step(
             with watch("rescore"):
                 scored = replace(scored, old_logp=groups.sampler_logprobs(engine, answers, seed=learner.config.seed))
         with watch("train"):
-            batch, state = learn_batch(learner, state, scored)
+            batch, state, packed = learn_batch(learner, state, scored)
             if critic is not None:
                 state, learned = update_critic(learner, state, batch)
             if critic is None or at.step >= critic.pretrain:
@@ -133,7 +133,7 @@ def one_step(
     seconds = watch.seconds()
     sampled = int(scored.all_rollouts.lengths.sum())
     trained = int(answers.lengths.sum() + answers.prompt_lengths.sum())
-    row = rollout_metrics(scored, version) | learned | {f"perf/{stage}_s": s for stage, s in seconds.items()}
+    row = rollout_metrics(scored, version) | packed | learned | {f"perf/{stage}_s": s for stage, s in seconds.items()}
     sampling = seconds.get("sampling", seconds["rollout"])
     row |= {
         "lr": float(learner.learning_rate(max(0, updates_applied(state.opt_state) - 1))),
