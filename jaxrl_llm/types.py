@@ -127,7 +127,7 @@ class Rows:
     """A batch as the model reads it: U mini-batches of M micro-batches."""
 
     inputs: ModelInput
-    where: jax.Array  # int32 [U,B/U]: place of each answer of a mini-batch among the M·D·b of its micro-batches
+    where: jax.Array  # int32 [U,B/U]: place of an answer among the M·D·b of its mini-batch, M·D·b if it has none
 
 
 @jax.tree_util.register_dataclass

@@ -310,7 +310,7 @@ def test_train_and_sft_get_the_method_and_the_printed_command_keeps_it(experimen
     [
         ("rollout.promts=4", "no field 'promts' in Rollout; did you mean 'prompts'?"),
         ("rollout.prompts=three", "rollout.prompts: 'three' is not valid; expected int"),
-        ("mesh.data=4", "rollout.prompts is 2; expected a multiple of mesh.data"),
+        ("algorithm.updates_per_batch=3", "algorithm.updates_per_batch is 3; expected at most rollout.prompts = 2"),
         ("algorithm.loss.clip_high=abc", "algorithm.loss.clip_high: 'abc' is not valid; expected float"),
         ("algorithm.loss.clip_high=-1", "clip_high is -1.0; expected a number >= 0"),
         ("rollout.group_size=1", "rollout.group_size is 1; expected at least 2 for algorithm.group_filter"),

@@ -120,11 +120,13 @@ def split_answers(x: Array, parts: int, group_size: int) -> Array:
 
 
 def in_order(x: Array, rows: Rows, group_size: int) -> Array:
-    """What was computed answer by answer, [U·M, D·b, …], as [B,…]: the inverse of cutting and packing."""
+    """What was computed answer by answer, [U·M, D·b, …], as [B,…], 0 where the batch is only filled up: the
+    inverse of cutting and packing.
+    """
     parts = rows.where.shape[0]
     flat = x.reshape(parts, -1, *x.shape[2:])
     back = rows.where.reshape(*rows.where.shape, *(1,) * (x.ndim - 2))
-    y = jnp.take_along_axis(flat, back, axis=1)
+    y = jnp.take_along_axis(flat, back, axis=1, mode="fill", fill_value=0)
     y = y.reshape(parts, -1, group_size, *x.shape[2:]).swapaxes(0, 1)
     return y.reshape(-1, *x.shape[2:])
 

@@ -32,9 +32,7 @@ class ValueFunction:
     step: Callable  # (critic's TrainState, policy's parameters, batch with returns and weights) → (TrainState, metrics)
 
 
-def make(
-    critic: Critic, config: ModelConfig, tx: GradientTransformation, mesh: Mesh, seed: int
-) -> ValueFunction:
+def make(critic: Critic, config: ModelConfig, tx: GradientTransformation, mesh: Mesh, seed: int) -> ValueFunction:
     """The functions of a critic beside a policy of this model.
 
     V_t = w·h_t + b, where h_t is the hidden state that predicts token t: of a second decoder, at first a copy of the

@@ -154,9 +154,7 @@ def assign_advantages(
     return batch, memory
 
 
-def learn_batch(
-    learner: Learner, state: TrainState, scored: ScoredBatch
-) -> tuple[Batch, TrainState, dict[str, float]]:
+def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tuple[Batch, TrainState, dict[str, float]]:
     """The batch on the mesh, with advantages and the log-probs that are needed; the state with its new memory; metrics
     of the packing.
     """

@@ -131,8 +131,12 @@ def lay_out(answers: Rollouts, planned: Plan, cut: Division, padded: int) -> Row
     """
     layout, size, (U, M, D) = planned.layout, planned.size, (cut.mini_batches, cut.micro_batches, cut.shards)
     n_bins, room, length = len(planned.bins), planned.rows * size, layout.length
-    placed = [(i, b, r, k) for b, rows in enumerate(planned.bins) for r, row in enumerate(rows) for k, i in enumerate(row)]
-    of, in_bin, in_row, number = np.array(placed, np.int64).T  # of each answer: itself, its bin, its row there, its place
+    placed = [
+        (i, b, r, k) for b, rows in enumerate(planned.bins) for r, row in enumerate(rows) for k, i in enumerate(row)
+    ]
+    of, in_bin, in_row, number = np.array(
+        placed, np.int64
+    ).T  # of each answer: itself, its bin, its row there, its place
     prompt, n = of // answers.group_size, answers.lengths[of].astype(np.int64)
     before = answers.prompt_lengths[prompt].astype(np.int64) - 1
     row = (in_bin * planned.rows + in_row) * size  # where its row begins
@@ -161,7 +165,7 @@ def lay_out(answers: Rollouts, planned: Plan, cut: Division, padded: int) -> Row
     put[begin * of_slot + aligned], unput[begin * trained + i] = i, aligned
     mini, group = in_bin // (M * D), answers.group_size
     within = (prompt // U) * group + of % group  # of the answer in its mini-batch
-    there, where = flat(padded, planned.answers), np.zeros((U, padded), np.int32)
+    there, where = flat(padded, planned.answers), np.full((U, padded), M * D * planned.answers, np.int32)
     there[in_bin * planned.answers + slot] = within
     where[mini, within] = in_bin % (M * D) * planned.answers + slot
     rows, shards = (lambda x: x.reshape(U, M, D * planned.rows, -1)), (lambda x: x.reshape(U, M, D, -1))

@@ -40,9 +40,9 @@ def params(state):
 # --- the terms of the loss ------------------------------------------------------------------------------------------
 
 
-def arrays(seed=0, rows=4, columns=6):
+def arrays(seed=0):
     rng = np.random.default_rng(seed)
-    made = batching.make_batch(rollouts_of(SHAPE), shape=(8, columns))
+    made, _ = batching.make_batch(rollouts_of(SHAPE), CONFIG.model)
     noise = lambda: jnp.asarray(-2 + 0.3 * rng.normal(size=made.mask.shape), jnp.float32)
     made = batching.with_advantages(made, np.array([[1.0, -1.0], [0.5, -0.5]], np.float32))
     return replace(made, old_logp=noise(), ref_logp=noise(), sampler_logp=noise()), noise(), noise()
@@ -110,7 +110,7 @@ def test_dapo_without_its_four_tricks_is_grpo_without_kl():
     states = []
     for a in (plain, grpo):
         made, state = build(a)
-        batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+        batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
         states.append(params(learner.update(made, state, batch)[0]))
     for a, b in zip(*states, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -123,7 +123,7 @@ def test_in_bypass_mode_the_sampler_s_log_probs_are_the_old_ones():
     made, state = build(replace(PLAIN, bypass=True, updates_per_batch=2))
     made = replace(made, logprobs=None)  # no pass of the learner's own
     answers = rollouts_of(SHAPE)
-    batch, state = learner.learn_batch(made, state, scored(answers, REWARDS))
+    batch, state, _ = learner.learn_batch(made, state, scored(answers, REWARDS))
     np.testing.assert_array_equal(batch.old_logp, batch.sampler_logp)
     _, row = learner.update(made, state, batch)
     assert row["ratio/max"] < 0.9  # the made-up sampler is much surer
@@ -135,7 +135,7 @@ def test_in_bypass_mode_the_sampler_s_log_probs_are_the_old_ones():
 
 def test_every_token_of_a_response_gets_its_advantage_and_reweighting_scales_it():
     made, state = build(replace(PLAIN, token_advantage=advantages.reweight))
-    batch, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch, *_ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     adv = np.repeat(np.asarray(advantages.grpo(REWARDS.reshape(2, 2))).reshape(-1, 1), batch.mask.shape[1], axis=1)
     want = np.where(batch.mask, (0.3 * np.exp(batch.old_logp) + 0.7) * adv, 0)
     np.testing.assert_allclose(batch.adv, want, rtol=1e-5)
@@ -143,7 +143,7 @@ def test_every_token_of_a_response_gets_its_advantage_and_reweighting_scales_it(
 
 def test_reinforce_pp_gets_the_penalty_of_each_token_and_its_beta():
     made, state = build(replace(ALGORITHMS["reinforce_pp"], updates_per_batch=1, kl_coef=0.3))
-    batch, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch, *_ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     k1 = np.where(batch.mask, batch.old_logp - batch.ref_logp, 0)
     want = advantages.reinforce_pp(REWARDS, k1, np.asarray(batch.mask), beta=0.3)
     np.testing.assert_allclose(batch.adv, want, rtol=1e-4, atol=1e-5)
@@ -151,7 +151,7 @@ def test_reinforce_pp_gets_the_penalty_of_each_token_and_its_beta():
 
 def test_reinforce_pp_baseline_gets_the_mask_by_group():
     made, state = build(replace(ALGORITHMS["reinforce_pp_baseline"], updates_per_batch=1))
-    batch, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch, *_ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     mask = np.asarray(batch.mask)
     want = advantages.reinforce_pp_baseline(REWARDS.reshape(2, 2), mask.reshape(2, 2, -1)).reshape(mask.shape)
     np.testing.assert_allclose(batch.adv, want, rtol=1e-5, atol=1e-6)
@@ -161,10 +161,10 @@ def test_the_memory_of_dcpo_is_of_places_and_moves_on():
     made, state = build(replace(ALGORITHMS["dcpo"], updates_per_batch=1), task=partial(CONFIG.task, n_train=8))
     assert state.memory["count"].shape == (8,)
     answers = replace(rollouts_of(SHAPE), indices=np.array([5, 2]))
-    batch, state = learner.learn_batch(made, state, scored(answers, REWARDS))
+    batch, state, _ = learner.learn_batch(made, state, scored(answers, REWARDS))
     assert np.asarray(state.memory["count"]).tolist() == [0, 0, 2, 0, 0, 2, 0, 0]
     first = np.asarray(batch.adv)[:, 0]
-    batch, state = learner.learn_batch(made, state, scored(answers, np.array([1, 1, 0, 1], np.float32)))
+    batch, state, _ = learner.learn_batch(made, state, scored(answers, np.array([1, 1, 0, 1], np.float32)))
     assert np.asarray(state.memory["mean"])[[5, 2]].tolist() == [0.75, 0.5]
     np.testing.assert_allclose(first, np.asarray(advantages.grpo(REWARDS.reshape(2, 2))).reshape(-1), rtol=1e-5)
     assert np.asarray(batch.adv)[0, 0] > 0  # an all-correct group learns from the visit before
@@ -174,7 +174,7 @@ def test_groups_that_fail_the_filter_leave_the_loss_but_not_the_batch():
     a = replace(ALGORITHMS["scalerl"], bypass=False)
     made, state = build(a)
     seen = replace(scored(rollouts_of(SHAPE), np.array([1, 1, 0, 1], np.float32)), kept=np.array([False, True]))
-    batch, _ = learner.learn_batch(made, state, seen)
+    batch, *_ = learner.learn_batch(made, state, seen)
     assert np.asarray(batch.mask).sum(axis=1).tolist() == [0, 0, 5, 6]
     want = advantages.scalerl(np.array([[0.0, 1.0]], np.float32))[0]  # as if there were no other group
     np.testing.assert_allclose(np.asarray(batch.adv)[2:, 0], want, rtol=1e-6)
@@ -185,7 +185,7 @@ def test_truncated_answers_count_whole_in_their_group():
     rewards = np.array([1, 0, 0, 1], np.float32)
     answers = rollouts_of([5, 10, 4, 6])
     made, state = build(replace(ALGORITHMS["opo"], prompts=PromptChoice(overlong_filter=True)))
-    batch, _ = learner.learn_batch(made, state, scored(answers, rewards))
+    batch, *_ = learner.learn_batch(made, state, scored(answers, rewards))
     assert np.asarray(batch.mask).sum(axis=1).tolist() == [5, 0, 4, 6]
     np.testing.assert_allclose(np.asarray(batch.adv)[0, 0], 1 - 5 / 15, rtol=1e-6)
     advs = []
@@ -197,12 +197,12 @@ def test_truncated_answers_count_whole_in_their_group():
 
 def test_a_batch_without_a_trained_token_moves_nothing():
     made, state = build(replace(PLAIN, group_filter=filters.varied, prompts=PromptChoice(resample=False)))
-    batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     state, row = learner.update(made, state, batch)
     assert row["skipped"] == 0
     before = params(state)
     nothing = replace(scored(rollouts_of(SHAPE), REWARDS), kept=np.zeros(2, bool))
-    batch, state = learner.learn_batch(made, state, nothing)
+    batch, state, _ = learner.learn_batch(made, state, nothing)
     state, row = learner.update(made, state, batch)
     assert row["skipped"] == 1
     for a, b in zip(before, params(state), strict=True):
@@ -213,7 +213,7 @@ def test_a_critic_s_penalty_reaches_a_policy_that_does_not_ask_for_it():
     by_value = lambda adv, values, mask: adv - values
     a = replace(A2C, advantage=advantages.dr_grpo, token_advantage=by_value, kl="k1", kl_coef=0.5, kl_in="reward")
     made, state = build(a)
-    batch, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch, *_ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     k1 = np.where(batch.mask, batch.old_logp - batch.ref_logp, 0).sum(axis=1)
     want = np.asarray(advantages.dr_grpo((REWARDS - 0.5 * k1).reshape(2, 2))).reshape(-1)
     np.testing.assert_allclose(np.asarray(batch.adv)[:, 0], want, rtol=1e-4)
@@ -224,7 +224,7 @@ def test_a_critic_s_penalty_reaches_a_policy_that_does_not_ask_for_it():
 
 def chosen(algorithm):
     made, state = build(algorithm)
-    batch, state = learner.learn_batch(made, state, scored(rollouts_of([8, 9, 7, 10], prompts=2), REWARDS))
+    batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of([8, 9, 7, 10], prompts=2), REWARDS))
     return batch, made.choose_tokens(batch, *made.logprobs(state.params, batch), jax.random.key(0))
 
 
@@ -253,7 +253,7 @@ def test_lopti_steps_on_unlikely_tokens_and_then_on_the_others():
         taken.append(batch)
         return made.train_step(state, batch)
 
-    batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     after, row = learner.update(replace(made, train_step=spy), state, batch)
     first, second = (np.asarray(b.weights) > 0 for b in taken)
     mask, unlikely = np.asarray(batch.mask), np.exp(np.asarray(batch.old_logp)) < 0.011
@@ -285,15 +285,15 @@ def test_all_mini_batches_take_a_phase_before_any_takes_the_next(phases):
         taken.append(batch)
         return made.train_step(state, batch)
 
-    batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     batch = replace(batch, old_logp=jnp.where(jnp.arange(batch.mask.shape[1])[None] % 2 == 0, -0.1, -3.0) * batch.mask)
     after, _ = learner.update(replace(made, train_step=spy), state, batch)
     assert int(after.step) == a.steps_per_batch == len(taken)
-    minis = [jax.tree.map(lambda x, i=i: x[i], batching.split_batch(batch, 2)) for i in range(2)]
+    minis = batching.mini_batches(batch, batch.rows)
     count = len(phases(minis[0].old_logp, minis[0].mask))
     wanted = [(minis[i], phase) for _ in range(2) for phase in range(count) for i in range(2)]
     for got, (mini, phase) in zip(taken, wanted, strict=True):
-        np.testing.assert_array_equal(got.targets, mini.targets)
+        np.testing.assert_array_equal(got.rows.inputs.targets, mini.rows.inputs.targets)
         np.testing.assert_array_equal(got.old_logp, mini.old_logp)
         np.testing.assert_array_equal(got.weights > 0, phases(mini.old_logp, mini.mask)[phase])
 
@@ -308,7 +308,7 @@ def test_the_policy_becomes_the_reference_every_so_many_steps():
     made = replace(made, ref_params=None)
     base, references, policies = params(state), [], []
     for _ in range(3):
-        batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+        batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
         want = made.logprobs(state.reference, batch)[0]
         np.testing.assert_array_equal(batch.ref_logp, want)
         state, _ = learner.update(made, state, batch)
@@ -377,7 +377,7 @@ def test_a2c_is_ppo_at_one_epoch_to_the_bit():
     after = []
     for a in (A2C, replace(A2C, loss=losses.ppo_clip), replace(A2C, loss=partial(losses.ppo_clip, clip_low=0.0))):
         made, state = build(a)
-        batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+        batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
         after.append(params(learner.update(made, state, batch)[0]))
     for other in after[1:]:
         for a, b in zip(after[0], other, strict=True):
@@ -393,7 +393,7 @@ def test_a_critic_learns_and_leaves_the_policy_alone(kind):
     assert set(state.critic.params) == ({"value", "trunk"} if kind == "network" else {"value"})
     explained = []
     for _ in range(3):
-        batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+        batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
         state, row = learner.update_critic(made, state, batch)
         explained.append(row["critic/explained_variance"])
     assert explained[0] == 0  # w and b begin as 0
@@ -406,9 +406,9 @@ def test_a_critic_learns_and_leaves_the_policy_alone(kind):
 def test_the_critic_learns_monte_carlo_returns_while_the_policy_uses_its_own_lambda():
     a = replace(A2C, token_advantage=partial(advantages.gae, lam=0.5), critic=replace(VALUE, lam=1.0, updates=5))
     made, state = build(a)
-    batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     state, _ = learner.update_critic(made, state, batch)  # now V is not 0
-    batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     mask = np.asarray(batch.mask)
     np.testing.assert_allclose(batch.returns, np.where(mask, REWARDS[:, None], 0), atol=1e-6)
     own = np.zeros(mask.shape, np.float32)
@@ -421,7 +421,7 @@ def test_the_critic_learns_monte_carlo_returns_while_the_policy_uses_its_own_lam
 def test_with_a_critic_the_kl_is_charged_token_by_token():
     a = replace(A2C, kl="k1", kl_coef=0.1, kl_in="reward", whiten=True)
     made, state = build(a)
-    batch, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch, *_ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     mask, k1 = np.asarray(batch.mask), np.where(batch.mask, batch.old_logp - batch.ref_logp, 0)
     own = -0.1 * k1
     own[np.arange(4), np.array(SHAPE) - 1] += REWARDS
@@ -439,7 +439,7 @@ def test_critic_shards_and_steps_are_the_policy_s_layout():
     assert trunk["embed"].sharding.shard_shape(trunk["embed"].shape) == (112, 4)
     with jax.set_mesh(made.mesh):
         seen = scored(rollouts_of([3, 4, 5, 6, 7, 2, 1, 8], prompts=4), np.ones(8) * (np.arange(8) % 2))
-        batch, state = learner.learn_batch(made, state, seen)
+        batch, state, _ = learner.learn_batch(made, state, seen)
         after, row = learner.update_critic(made, state, batch)
     assert row["critic/skipped"] == 0
     assert after.critic.params["trunk"]["embed"].sharding.is_equivalent_to(trunk["embed"].sharding, 2)
@@ -463,7 +463,7 @@ def test_mini_batches_of_the_critic_go_round():
         return step(value, policy, batch)
 
     made = replace(made, critic=replace(made.critic, step=spy))
-    batch, state = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
+    batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     learner.update_critic(made, state, batch)
     assert seen == [7, 11, 7]
 

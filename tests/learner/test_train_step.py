@@ -25,7 +25,7 @@ def test_one_compilation_for_old_reference_and_live_log_probs(monkeypatch, mesh)
         state = learner.fresh_state(made)
         made = replace(made, ref_params=jax.tree.map(jax.numpy.copy, state.params))
         for _ in range(2):
-            batch, state = learner.learn_batch(made, state, scored(rollouts_of([3, 4, 5, 6]), REWARDS))
+            batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of([3, 4, 5, 6]), REWARDS))
             assert batch.old_logp is not None
             state, _ = learner.update(made, state, batch)
     assert len(traced) == 2  # the log-prob pass's trace, and the train step's

@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from jaxrl_llm.data import tokenizers
-from jaxrl_llm.learner.batching import make_batch, with_advantages, with_weights
+from jaxrl_llm.learner.batching import make_batch, placed, with_advantages, with_weights
+from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.learner.train_step import init_state, make_gradients, make_train_step, state_shardings
 from jaxrl_llm.models import transformer
 from jaxrl_llm.objective import advantages, losses
@@ -38,9 +39,8 @@ ALGORITHM = Algorithm(
 )
 
 
-@cache
-def host_batch():
-    """Ragged prompts and answers, old and reference log-probs that are not the policy's."""
+def made_batch(mesh, layout="grouped", micro_batches=1):
+    """Ragged prompts and answers, old and reference log-probs that are not the policy's, on the mesh."""
     rng = np.random.default_rng(0)
     rows = PROMPTS * GROUP
     lengths = rng.integers(1, LENGTH_MAX + 1, rows).astype(np.int32)
@@ -55,11 +55,12 @@ def host_batch():
         texts=("",) * rows,
         draws=np.arange(PROMPTS),
     )
-    batch = make_batch(rollouts, shape=(PREFIX, LENGTH_MAX))
-    batch = with_advantages(batch, rng.normal(size=(PROMPTS, GROUP)).astype(np.float32))
-    near = lambda: jnp.asarray(-2.5 + 0.3 * rng.normal(size=batch.mask.shape), jnp.float32)
-    batch = jax.tree_util.tree_map(jnp.asarray, batch)
-    return with_weights(replace(batch, old_logp=near(), ref_logp=near()), ALGORITHM.norm, None)
+    cut = Division(1, micro_batches, mesh.shape["data"] * mesh.shape["fsdp"], layout, row_tokens=64)
+    batch, _ = make_batch(rollouts, MODEL, cut, mesh=mesh)
+    filled_up = lambda x: placed(np.pad(x.astype(np.float32), ((0, len(batch.mask) - rows), (0, 0))), mesh)
+    batch = with_advantages(batch, filled_up(np.repeat(rng.normal(size=rows), 16).reshape(rows, 16)))
+    old, ref = (filled_up(-2.5 + 0.3 * rng.normal(size=(rows, 16))) for _ in range(2))
+    return with_weights(replace(batch, old_logp=old, ref_logp=ref), ALGORITHM.norm, None)
 
 
 @cache
@@ -69,23 +70,22 @@ def host_state():
 
 
 @cache  # a compilation each
-def compute(mesh_shape, micro_batches):
+def compute(mesh_shape, micro_batches, layout="grouped"):
     """Gradients, loss, metrics and the parameters after one SGD step, on a mesh; and the shapes of the shards."""
     mesh = sharding.make_mesh(*mesh_shape)
-    placed = state_shardings(MODEL, optax.identity(), mesh).params
-    gradients = make_gradients(MODEL, ALGORITHM, 1.0, micro_batches)
+    like = state_shardings(MODEL, optax.identity(), mesh).params
+    gradients = make_gradients(MODEL, ALGORITHM, 1.0, chunk=11)
 
-    @partial(jax.jit, out_shardings=(placed, None, None, placed))
+    @partial(jax.jit, out_shardings=(like, None, None, like))
     def run(params, batch):
         grads, loss, metrics = gradients(params, batch)
         return grads, loss, metrics, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     with jax.set_mesh(mesh):
-        params = jax.device_put(host_state(), placed)
-        batch = jax.device_put(host_batch(), sharding.batch_sharding(mesh))
+        params, batch = jax.device_put(host_state(), like), made_batch(mesh, layout, micro_batches)
         out = run(params, batch)
-    shapes = [jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), tree) for tree in (params, batch.inputs, out[0])]
-    return jax.device_get(out), shapes
+    arrays = (params, batch.mask, batch.rows.inputs.tokens, out[0])
+    return jax.device_get(out), [jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), tree) for tree in arrays]
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,11 @@ def reference():
     return compute((1, 1, 1), 1)[0]
 
 
+@pytest.mark.parametrize("layout", ["grouped", "packed"])
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
-def test_same_gradient_loss_and_parameters(reference, mesh_shape, micro_batches):
-    grads, loss, metrics, stepped = compute(mesh_shape, micro_batches)[0]
+def test_same_gradient_loss_and_parameters(reference, mesh_shape, micro_batches, layout):
+    grads, loss, metrics, stepped = compute(mesh_shape, micro_batches, layout)[0]
     want_grads, want_loss, want_metrics, want_stepped = reference
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
@@ -111,9 +112,9 @@ def test_same_gradient_loss_and_parameters(reference, mesh_shape, micro_batches)
 
 
 def test_shards_have_the_expected_shapes():
-    _, (params, inputs, grads) = compute((2, 2, 2), 1)
-    rows = PROMPTS * GROUP
-    assert inputs == (rows // 4, LENGTH_MAX)
+    _, (params, mask, tokens, grads) = compute((2, 2, 2), 1)
+    assert mask == (PROMPTS * GROUP // 4, 16)
+    assert tokens == (1, 1, PROMPTS // 4, 16 + GROUP * 16)
     assert params["embed"] == (16 // 2, 16 // 2)  # vocabulary over tensor, embed over fsdp
     assert params["head"] == (16 // 2, 16 // 2)
     attention, mlp = params["layers"]["attention"], params["layers"]["mlp"]
@@ -133,8 +134,8 @@ def test_the_train_step_keeps_shardings_and_counts_steps():
     with jax.set_mesh(mesh):
         state = init_state(MODEL, tx, 0, mesh)
         before = jax.tree.map(lambda x: x.sharding, state)
-        step = make_train_step(MODEL, ALGORITHM, tx, 1.0, 2)
-        batch = jax.device_put(host_batch(), sharding.batch_sharding(mesh))
+        step = make_train_step(MODEL, ALGORITHM, tx, 1.0)
+        batch = made_batch(mesh, micro_batches=2)
         old = jax.device_get(state.params)
         state, metrics = step(state, batch)
     assert int(state.step) == 1
@@ -153,7 +154,7 @@ def test_nan_never_reaches_the_weights():
     tx = optax.adamw(1e-3)
     with jax.set_mesh(mesh):
         state = init_state(MODEL, tx, 0, mesh)
-        batch = host_batch()
+        batch = made_batch(mesh)
         poisoned = with_advantages(batch, jnp.full(batch.mask.shape, jnp.nan))
         old = jax.device_get(state)
         state, metrics = make_train_step(MODEL, ALGORITHM, tx)(state, poisoned)

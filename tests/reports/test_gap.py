@@ -19,7 +19,7 @@ from jaxrl_llm.config import Config, Rollout
 from jaxrl_llm.data import tasks, tokenizers
 from jaxrl_llm.learner import batching
 from jaxrl_llm.learner.learner import build
-from jaxrl_llm.learner.train_step import response_logprobs
+from jaxrl_llm.learner.train_step import make_logprobs
 from jaxrl_llm.models import transformer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import advantages, losses
@@ -129,8 +129,8 @@ def test_tokens_are_the_answers_and_the_worst_of_them_are_shown_in_context(loade
     assert answers.lengths.sum() == found["whole"]["tokens"]
     assert (answers.finish == EOS).any()
 
-    batch = batching.make_batch(answers, shape=(16, 24))
-    whole = jax.jit(partial(response_logprobs, CONFIG.model, temperature=1.0))(params, batch)[0]
+    batch, _ = batching.make_batch(answers, CONFIG.model)
+    whole = make_logprobs(CONFIG.model, 1.0)(params, batch)[0][: len(answers.texts)]
     logp = np.asarray(whole)[:, : answers.tokens.shape[1]]
     mask = np.arange(logp.shape[1]) < answers.lengths[:, None]
     in_parts = gap.learner_logprobs(learner, params, answers)  # 2 prompts at a time, of 5

@@ -10,7 +10,8 @@ from cases import CONFIG, PLAIN, REWARDS, rollouts_of, scored
 
 from jaxrl_llm.learner import batching
 from jaxrl_llm.learner import learner as learner_module
-from jaxrl_llm.learner.train_step import init_state, make_logprobs, response_logprobs
+from jaxrl_llm.learner.packing import Division
+from jaxrl_llm.learner.train_step import init_state, make_logprobs
 from jaxrl_llm.objective import advantages, filters, losses
 from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, PromptChoice, Shaping
 from jaxrl_llm.rewards.length import soft_overlong
@@ -64,19 +65,20 @@ def test_old_log_probs_are_the_live_policy_s_and_reference_ones_the_reference_s(
     learner = replace(learner, ref_params=other)
     answers = rollouts_of([3, 4, 5, 6])
     batch = learn(learner, state, answers, REWARDS)
-    compiled = jax.jit(response_logprobs, static_argnums=(0, 3))
     for params, got in ((state.params, batch.old_logp), (other, batch.ref_logp)):
-        want, _ = compiled(CONFIG.model, params, batch, CONFIG.rollout.temperature)
+        want, _ = make_logprobs(CONFIG.model, CONFIG.rollout.temperature)(params, batch)
         np.testing.assert_allclose(np.where(batch.mask, got, 0), np.where(batch.mask, want, 0), atol=1e-6)
-    cold, _ = response_logprobs(CONFIG.model, other, batch, 1.0)
+    cold, _ = make_logprobs(CONFIG.model, 1.0)(other, batch)
     assert np.abs(np.where(batch.mask, batch.ref_logp - cold, 0)).max() > 0.1, "the temperature is part of the policy"
 
 
 def test_log_prob_pass_in_micro_batches_is_the_same():
-    learner, state = build()
-    batch = learn(learner, state, rollouts_of([3, 4, 5, 6, 7, 2, 1, 8], prompts=4), np.ones(8))
-    whole, parts = (make_logprobs(CONFIG.model, 0.7, n)(state.params, batch)[0] for n in (1, 4))
-    np.testing.assert_allclose(np.where(batch.mask, whole, 0), np.where(batch.mask, parts, 0), atol=1e-6)
+    answers, found = rollouts_of([3, 4, 5, 6, 7, 2, 1, 8], prompts=4), []
+    for n in (1, 4):
+        learner, state = build(micro_batches=n)
+        batch = learn(learner, state, answers, np.ones(8))
+        found.append(np.where(batch.mask, learner.logprobs(state.params, batch)[0], 0))
+    np.testing.assert_allclose(*found, atol=1e-6)
 
 
 def test_the_second_update_is_off_policy_and_old_log_probs_follow_the_weights():
@@ -103,7 +105,7 @@ def test_clipped_tokens_are_counted_on_their_side():
     learner, state = build(algorithm=replace(PLAIN, loss=partial(losses.ppo_clip, clip_low=0.1, clip_high=0.1)))
     answers = rollouts_of([5, 5, 5, 5])
     batch = learn(learner, state, answers, REWARDS)
-    logp, _ = response_logprobs(CONFIG.model, state.params, batch, 0.7)
+    logp, _ = learner.logprobs(state.params, batch)
     shift = np.zeros(batch.mask.shape, np.float32)
     shift[0, 0] = -0.5  # A > 0, ratio e^.5: clipped above
     shift[1, :2] = 0.5  # A < 0, ratio e^-.5: clipped below
@@ -221,10 +223,8 @@ def test_while_the_critic_is_pre_trained_the_policy_stands_still():
 def test_w_is_the_mini_batch_s():
     """Two mini-batches of unequal token counts: each divides by its own, as `token` says of an optimiser step."""
     answers = rollouts_of([1, 1, 9, 9])
-    batch = batching.make_batch(answers, shape=(8, 16))
-    halves = batching.split_batch(batch, 2)
-    for i, tokens in enumerate((2, 18)):
-        mini = jax.tree.map(lambda x, i=i: x[i], halves)
+    batch, _ = batching.make_batch(answers, CONFIG.model, Division(mini_batches=2))
+    for mini, tokens in zip(batching.mini_batches(batch, batch.rows), (2, 18), strict=True):
         weights = batching.with_weights(mini, "token", None).weights
         np.testing.assert_allclose(np.asarray(weights)[np.asarray(mini.mask)], 1 / tokens, rtol=1e-6)
 

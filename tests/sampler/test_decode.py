@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -10,7 +10,8 @@ import pytest
 
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.learner.batching import make_batch
-from jaxrl_llm.learner.train_step import response_logprobs
+from jaxrl_llm.learner.packing import Division
+from jaxrl_llm.learner.train_step import make_logprobs
 from jaxrl_llm.models import transformer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.run import metrics
@@ -93,15 +94,15 @@ def assert_same(got, expected):
 
 @pytest.fixture(scope="module")
 def learner():
-    return jax.jit(response_logprobs, static_argnums=(0, 3))
+    return cache(make_logprobs)  # (model, temperature) → a function that compiles once a shape
 
 
 def gap(engine, learner, texts, seed, temperature=TEMPERATURE):
     """Largest difference between the sampler's and the learner's log-prob over the drawn tokens, and the batch."""
     prompts = tuple(Prompt(i, t) for i, t in enumerate(texts))
     sampled = sample_groups(engine, prompts, GROUP, seed=seed, draws=np.arange(len(texts)) + seed, max_prompt_tokens=19)
-    batch = make_batch(sampled, shape=(24, 48))
-    logp, _ = learner(engine.model, jax.tree.map(np.asarray, PARAMS), batch, temperature)
+    batch, _ = make_batch(sampled, engine.model, Division(layout="grouped"))
+    logp, _ = learner(engine.model, temperature)(jax.tree.map(np.asarray, PARAMS), batch)
     mask = np.asarray(batch.mask)
     assert mask.sum() == sampled.lengths.sum()
     return np.abs(np.where(mask, logp - batch.sampler_logp, 0)).max(), sampled
@@ -271,7 +272,7 @@ def test_padding_with_the_end_of_sequence_token():
     sampled = sample_groups(made, tuple(prompts), GROUP, seed=1, draws=np.arange(3), max_prompt_tokens=2)
     rows = run_chain(made, table, seed=1)
     assert len({len(r[0]) for r in rows}) > 2
-    mask = np.asarray(make_batch(sampled, shape=(16, 32)).mask)
+    mask = np.asarray(make_batch(sampled, made.model)[0].mask)
     for (tokens, _, finish, text), m, n in zip(rows, mask, sampled.lengths, strict=True):
         assert m.sum() == n == len(tokens) == len(text) + 1
         assert (tokens[-1], finish) == (0, EOS)
