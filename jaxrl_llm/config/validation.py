@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import math
 import re
 import typing
 from collections.abc import Callable
@@ -33,7 +32,8 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
     }),
     ("at least 0", lambda x: x >= 0, {
         Config: "logged_samples abort_after seed", Rollout: "slots budget max_staleness top_k", Evaluation: "every",
-        Shaping: "length_warmup", Critic: "pretrain head_std", Optimizer: "lr warmup weight_decay", Learning: "row_tokens",
+        Shaping: "length_warmup", Critic: "pretrain head_std", Optimizer: "lr warmup weight_decay",
+        Learning: "row_tokens",
     }),
     ("a positive number", lambda x: x > 0, {
         Rollout: "temperature", Critic: "clip", Optimizer: "eps clip_norm", ModelConfig: "rope_theta norm_eps",

@@ -17,11 +17,13 @@ from jaxrl_llm.parallel import sharding
 from jaxrl_llm.parallel.sharding import constrain
 from jaxrl_llm.types import LENGTH, AnyArray, Batch, ModelInput, Rollouts, Rows, expect
 
+WHOLE = Division()
+
 
 def make_batch(
     rollouts: Rollouts,
     model: ModelConfig,
-    cut: Division = Division(),
+    cut: Division = WHOLE,
     critic_mini_batches: int = 0,
     *,
     drop_truncated: bool = False,

@@ -21,8 +21,8 @@ from jaxrl_llm.data import curation
 from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.learner import batching, critic
-from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.learner.optim import make_optimizer, reset_moments, schedule
+from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.learner.train_step import init_state, make_logprobs, make_train_step
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants

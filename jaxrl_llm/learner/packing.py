@@ -4,7 +4,7 @@ A batch is cut into U mini-batches of whole prompts, each of them into M micro-b
 of the mesh: U·M·D bins of r rows of N tokens. There are two layouts of a row:
 
     grouped    [prompt | answer | answer | …]                    answers of one prompt, which is computed once for them
-    packed     [prompt | answer][prompt | answer]…[padding]      segments that do not see each other, first-fit decreasing
+    packed     [prompt | answer][prompt | answer]…[padding]      segments that do not see each other
 
 `grouped` is best where prompts are long, `packed` where answers differ in length; the one that takes fewer operations
 is taken, batch by batch. Rows are what micro-batches and the mesh divide: a group may be split over several, with its

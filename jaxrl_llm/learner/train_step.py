@@ -172,8 +172,8 @@ def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Arra
 
 
 def accumulate(loss: Callable, params: Any, batch: Batch) -> tuple[Any, Array, Any]:
-    """Gradients and value of loss(params, rows, answers) → (value, arrays [D·b,T]) over the batch's micro-batches, which
-    are summed, and the arrays as [B,T].
+    """Gradients and value of loss(params, rows, answers) → (value, arrays [D·b,T]), summed over the micro-batches of the
+    batch, and the arrays as [B,T].
 
     `rows` is what the model reads, `answers` the Batch of the answers in them. The sum is that of the whole batch,
     because the token weights were computed over the whole batch.

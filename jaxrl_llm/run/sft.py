@@ -32,7 +32,6 @@ from jaxrl_llm.learner.optim import make_optimizer, schedule
 from jaxrl_llm.learner.train_step import init_state, make_train_step
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm
-from jaxrl_llm.parallel import sharding
 from jaxrl_llm.run import folder, metrics
 from jaxrl_llm.run.checkpoint import Checkpoints, Damaged
 from jaxrl_llm.run.stopping import Stopped

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from cases import CONFIG
 
 from jaxrl_llm.learner.batching import in_order, make_batch, micro_batches, mini_batches, with_advantages, with_weights
