@@ -83,6 +83,8 @@ def made(config: Config) -> tuple[Tokenizer, Task]:
 
 def _validate_model(m: ModelConfig) -> None:
     expect(m.heads % m.kv_heads == 0, "model.heads", m.heads, f"a multiple of model.kv_heads = {m.kv_heads}")
+    fits = m.attention != "cudnn" or m.dtype == "bfloat16"
+    expect(fits, "model.attention", m.attention, f"another one with model.dtype = {m.dtype}: cuDNN takes bfloat16")
     if m.rope_scaling is not None:
         low, high = m.rope_scaling.low_freq_factor, m.rope_scaling.high_freq_factor
         expect(low < high, "model.rope_scaling.low_freq_factor", low, f"less than high_freq_factor = {high}")

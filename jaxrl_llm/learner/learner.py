@@ -62,6 +62,7 @@ def build(config: Config) -> Learner:
     updates = config.steps * a.steps_per_batch
     tx = make_optimizer(config.optimizer, updates)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    attention.check(model.attention, mesh.devices.flat[0].platform)
     value = None
     if a.critic is not None:
         critic_tx = make_optimizer(a.critic.optimizer, config.total_steps * a.critic.updates)

@@ -65,7 +65,8 @@ def response_hidden(config: ModelConfig, params: Any, batch: Batch) -> tuple[Arr
     answers = batch.prefix_lengths[:, None] + jnp.tile(jnp.arange(length), group)[None]
     positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (prompts, size)), answers], axis=1)
     model = nnx.merge(transformer.split(config), params)
-    hidden, _ = model(tokens, positions, attention.grouped(batch.prefix_lengths, size, group))
+    attend = attention.grouped(batch.prefix_lengths, size, group, config.attention)
+    hidden, _ = model(tokens, positions, attend)
     return hidden[:, size:].reshape(rows, length, -1), model
 
 

@@ -238,6 +238,7 @@ BAD = [
     ("micro_batches=3", "rollout.prompts is 32; expected a multiple of .* = 1 × 1 × 2 × 3"),
     ("rollout.group_size=1", "rollout.group_size is 1; expected at least 2 for algorithm.group_filter"),
     ("model.kv_heads=3", "model.heads is 2; expected a multiple of model.kv_heads = 3"),
+    ("model.attention=cudnn", "model.attention is .cudnn.; expected another one with model.dtype = float32"),
     ("model.head_width=7", "model.head_width is 7; expected an even number"),
     ("optimizer.clip_norm=0", r"optimizer.clip_norm is 0\.0; expected a positive number"),
     ("prime.optimizer.eps=0", r"prime.optimizer.eps is 0\.0; expected a positive number"),
