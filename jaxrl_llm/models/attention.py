@@ -29,8 +29,7 @@ from jaxrl_llm.types import expect
 
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
-MIN_BLOCK, MAX_BLOCKS = 256, 8  # queries in a block; blocks, each of which is compiled by itself
-DENSE = 2**20  # logits of a row and head: up to so many are quicker all at once than in a loop over blocks
+DENSE = 2**16  # logits of an answer or a packed row and a head: more are quicker in a loop over blocks, also on a CPU
 RUNS_ON = {"splash": "tpu", "pallas": "gpu", "cudnn": "gpu"}
 
 
@@ -62,9 +61,7 @@ def packed(segments: Int[Array, "R N"], implementation: str = "auto") -> Attend:
     expect(name != "cudnn", "model.attention", name, "another one for packed rows: cuDNN's entry has no segment ids")
 
     def attend(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
-        if name == "xla" and q.shape[1] ** 2 <= DENSE:
-            return _dense(q, k, v, segments), None
-        return kernels.attend(name, q, k, v, segments), None
+        return _packed(name, q, k, v, segments), None
 
     return attend
 
@@ -81,10 +78,11 @@ def grouped(
     def attend(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
         size, length = prefix_size, (q.shape[1] - prefix_size) // group_size
         real = jnp.arange(size)[None] < jnp.asarray(prefix_lengths)[:, None]
-        if name == "xla" and max(size, length) * (size + length) <= DENSE:
-            prefix, answers = causal(q[:, :size], k[:, :size], v[:, :size]), _answers(q, k, v, real, group_size)
+        prefix = _packed(name, *(x[:, :size] for x in (q, k, v)), real.astype(jnp.int32)) if size else q[:, :0]
+        if name == "xla" and length * (size + length) <= DENSE:
+            answers = _short_answers(q, k, v, real, group_size)
         else:
-            prefix, answers = _group(name, q, k, v, real.astype(jnp.int32), group_size)
+            answers = _long_answers(name, q, k, v, real, group_size)
         return jnp.concatenate([prefix, answers], axis=1), None
 
     return attend
@@ -94,43 +92,40 @@ def causal(
     q: Float[Array, "R N H C"], k: Float[Array, "R N K C"], v: Float[Array, "R N K C"]
 ) -> Float[Array, "R N H C"]:
     """Causal attention on any machine. Rows are right-padded: the mask alone keeps padding from every real query."""
-    if q.shape[1] ** 2 <= DENSE:
-        return _dense(q, k, v)
-    return kernels.attend("xla", q, k, v, jnp.ones(q.shape[:2], jnp.int32))
+    return _packed("xla", q, k, v, jnp.ones(q.shape[:2], jnp.int32))
 
 
-def _dense(q: Array, k: Array, v: Array, segments: Int[Array, "R N"] | None = None) -> Array:
-    """Causal attention, in blocks of queries: keys after a block's last query are left out of its product."""
+def _packed(name: str, q: Array, k: Array, v: Array, segments: Int[Array, "R N"]) -> Float[Array, "R N H C"]:
+    """Dense in short rows, where the blocked one would be no quicker."""
+    short = name == "xla" and q.shape[1] ** 2 <= DENSE
+    return _dense(q, k, v, segments) if short else kernels.attend(name, q, k, v, segments)
+
+
+def _dense(q: Array, k: Array, v: Array, segments: Int[Array, "R N"]) -> Array:
     rows, n, heads, width = q.shape
     q = q.reshape(rows, n, k.shape[2], heads // k.shape[2], width) * width**-0.5
-    size, out = max(MIN_BLOCK, -(-n // MAX_BLOCKS)), []
-    for start in range(0, max(n, 1), size):
-        end = min(start + size, n)
-        logits = product("rnkhc,rmkc->rkhnm", q[:, start:end], k[:, :end])
-        mask = jnp.tril(jnp.ones((end - start, end), bool), start)[None]
-        if segments is not None:
-            mask &= segments[:, start:end, None] == segments[:, None, :end]
-        weights = jax.nn.softmax(jnp.where(mask[:, None, None], logits, MASKED), axis=-1).astype(v.dtype)
-        out.append(product("rkhnm,rmkc->rnkhc", weights, v[:, :end]).astype(q.dtype))
-    return jnp.concatenate(out, axis=1).reshape(rows, n, heads, width)
+    mask = jnp.tril(jnp.ones((n, n), bool))[None] & (segments[:, :, None] == segments[:, None])
+    logits = jnp.where(mask[:, None, None], product("rnkhc,rmkc->rkhnm", q, k), MASKED)
+    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    return product("rkhnm,rmkc->rnkhc", weights, v).astype(q.dtype).reshape(rows, n, heads, width)
 
 
-def _group(
-    name: str, q: Array, k: Array, v: Array, real: Int[Array, "R S"], group_size: int
-) -> tuple[Float[Array, "R S H C"], Float[Array, "R G*T H C"]]:
-    """Two calls of a kernel: causal over the prefix; then each answer, a row by itself, over [prefix | answer]."""
+def _long_answers(
+    name: str, q: Array, k: Array, v: Array, real: Bool[Array, "R S"], group_size: int
+) -> Float[Array, "R G*T H C"]:
+    """Every answer a row by itself, over a copy of the prefix and its own tokens: linear in G·(S + T)."""
     rows, size = real.shape
     own = lambda x: x[:, size:].reshape(rows * group_size, -1, *x.shape[2:])
-    repeated = lambda x: jnp.repeat(x[:, :size], group_size, axis=0)
-    sequences = lambda x: jnp.concatenate([repeated(x), own(x)], axis=1)
-    ids = jnp.pad(repeated(real), ((0, 0), (0, own(q).shape[1])), constant_values=1)
-    answers = kernels.attend(name, own(q), sequences(k), sequences(v), ids).reshape(q[:, size:].shape)
-    prefix = (x[:, :size] for x in (q, k, v))
-    return kernels.attend(name, *prefix, real) if size else q[:, :0], answers
+    copies = lambda x: jnp.repeat(x[:, :size], group_size, axis=0)
+    sequences = lambda x: jnp.concatenate([copies(x), own(x)], axis=1)
+    ids = jnp.pad(copies(real.astype(jnp.int32)), ((0, 0), (0, own(q).shape[1])), constant_values=1)
+    return kernels.attend(name, own(q), sequences(k), sequences(v), ids).reshape(q[:, size:].shape)
 
 
-def _answers(q: Array, k: Array, v: Array, real: Bool[Array, "R S"], group_size: int) -> Float[Array, "R G*T H C"]:
-    """What the answers of short rows read: one softmax over the prefix, which they share, and over their own tokens.
+def _short_answers(
+    q: Array, k: Array, v: Array, real: Bool[Array, "R S"], group_size: int
+) -> Float[Array, "R G*T H C"]:
+    """All answers of a row at once: one softmax over the prefix, which they share, and over their own tokens.
 
     Products run over (r, k) for the prefix and over (r, g, k) for the answers' own tokens (their suffixes). They are
     never brought to one layout: the two are merged by their maxima and sums, which are small.
