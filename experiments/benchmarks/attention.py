@@ -1,6 +1,6 @@
 """Memory and time of one layer's attention, forward and backward: MiB beside its inputs and outputs, and seconds.
 
-`packed` is one row of 1k-token sequences, `grouped` a row of a 1k prompt and 8 answers that fill it. 4 query heads, 2
+`packed` is one row of 1k-token sequences, `grouped` one of a prompt and 8 answers, all of one length. 4 query heads, 2
 key-value heads of 64, float32. MiB are the compiler's (memory_analysis); `dense` computes a row's logits all at once.
 
 Command: python experiments/benchmarks/attention.py [--tokens 4096 8192 16384] [--runs 1]      (pins itself to one core)
@@ -22,21 +22,21 @@ import tyro  # noqa: E402
 from jaxrl_llm.models import attention  # noqa: E402
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
-PROMPT, GROUP = 1024, 8
+SEQUENCE, GROUP = 1024, 8
 
 
 def layer(layout: str, tokens: int) -> Callable:
     """Gradients of Σ out² with respect to q, k and v, of one row."""
     if layout == "packed":
-        attend = attention.packed(np.arange(tokens)[None] // PROMPT + 1, "xla")
+        attend = attention.packed(np.arange(tokens)[None] // SEQUENCE + 1, "xla")
     else:
-        attend = attention.grouped(np.array([PROMPT]), PROMPT, GROUP, "xla")
+        attend = attention.grouped(np.array([tokens // GROUP]), tokens // GROUP, GROUP, "xla")
     return jax.grad(lambda *x: jnp.sum(attend(*x, None)[0] ** 2), argnums=(0, 1, 2))
 
 
 def measured(layout: str, tokens: int, dense: bool, runs: int) -> tuple[float, float]:
     """MiB of temporaries, and the least of the runs' seconds (NaN for no run)."""
-    length = tokens if layout == "packed" else PROMPT + tokens // GROUP * GROUP
+    length = tokens if layout == "packed" else tokens // GROUP * (GROUP + 1)
     shapes = [jax.ShapeDtypeStruct((1, length, heads, WIDTH), jnp.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     attention.DENSE = 2**62 if dense else 0
     compiled = jax.jit(layer(layout, tokens)).lower(*shapes).compile()

@@ -151,7 +151,7 @@ def _splash(q: Array, k: Array, v: Array, segments: Array) -> Array:
         **{f"block_q{of}": rows for of in ("", "_dkv", "_dq")},
         **{f"block_kv{of}": columns for of in ("", "_compute", "_dkv", "_dkv_compute", "_dq")},
     )
-    mask = splash.MultiHeadMask([splash.CausalMask((n, m), offset=m - n)] * q.shape[2])
+    mask = splash.MultiHeadMask([splash.CausalMask((n, m), offset=m - n)])  # one for all heads
     kernel = splash.make_splash_mha(
         mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=platform() == "cpu"
     )

@@ -396,6 +396,7 @@ def _short_reward():
             r"tokenizer\(\) is 'T\w+'; expected a data.tokenizers.Tokenizer",
         ),
         ({"model": replace(TINY, vocab_size=90)}, r"model.vocab_size is 90; expected at least 98 \(tokenizer\)"),
+        ({"model": replace(TINY, attention="splash")}, "model.attention is .splash.; expected auto, xla on cpu"),
     ],
 )
 def test_what_the_task_and_the_tokenizer_are_is_known_before_a_base_policy_is_made(changed, message):
