@@ -23,6 +23,7 @@ from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.learner import batching, critic
 from jaxrl_llm.learner.optim import make_optimizer, reset_moments, schedule
 from jaxrl_llm.learner.train_step import init_state, make_logprobs, make_train_step
+from jaxrl_llm.models import attention
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants
 from jaxrl_llm.parallel import sharding
