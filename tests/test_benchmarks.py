@@ -10,6 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "experiments" / "benchmarks"
 LEAST = {
+    "attention": ("--tokens", "2048"),
     "objectives": ("--runs", "1"),
     "rl_step": ("--prompt-len", "16", "--steps", "1"),
     "sampler": ("--remote", "--repeats", "1"),

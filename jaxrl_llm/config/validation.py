@@ -56,6 +56,9 @@ def validate(config: Config) -> Config:
     r, a, m = config.rollout, config.algorithm, config.mesh
     _types(config, "")
     ways = m.data * m.fsdp
+    fits = config.model.attention != "cudnn" or config.learner.layout == "grouped"
+    expected = "grouped with model.attention = cudnn, which knows no segments"
+    expect(fits, "learner.layout", config.learner.layout, expected)
     most, longest = config.learner.row_tokens, r.max_prompt_tokens + r.max_response_tokens
     expected = f"0, or at least {longest}, for rollout.max_prompt_tokens + rollout.max_response_tokens"
     expect(most == 0 or most >= longest, "learner.row_tokens", most, expected)
@@ -82,6 +85,8 @@ def made(config: Config) -> tuple[Tokenizer, Task]:
 
 def _validate_model(m: ModelConfig) -> None:
     expect(m.heads % m.kv_heads == 0, "model.heads", m.heads, f"a multiple of model.kv_heads = {m.kv_heads}")
+    fits = m.attention != "cudnn" or m.dtype == "bfloat16"
+    expect(fits, "model.attention", m.attention, f"another one with model.dtype = {m.dtype}: cuDNN takes bfloat16")
     if m.rope_scaling is not None:
         low, high = m.rope_scaling.low_freq_factor, m.rope_scaling.high_freq_factor
         expect(low < high, "model.rope_scaling.low_freq_factor", low, f"less than high_freq_factor = {high}")

@@ -24,6 +24,7 @@ from jaxrl_llm.learner import batching, critic
 from jaxrl_llm.learner.optim import make_optimizer, reset_moments, schedule
 from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.learner.train_step import init_state, make_logprobs, make_train_step
+from jaxrl_llm.models import attention
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants
 from jaxrl_llm.parallel import sharding
@@ -63,6 +64,7 @@ def build(config: Config) -> Learner:
     updates = config.steps * a.steps_per_batch
     tx = make_optimizer(config.optimizer, updates)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    attention.check(model.attention, mesh.devices.flat[0].platform)
     value = None
     if a.critic is not None:
         critic_tx = make_optimizer(a.critic.optimizer, config.total_steps * a.critic.updates)
@@ -185,7 +187,8 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
 
 def division(config: Config, mesh: Mesh) -> Division:
     """How the config's batches are cut and packed."""
-    rows = config.learner.layout, config.learner.row_tokens
+    kernel = config.model.attention
+    rows = config.learner.layout, config.learner.row_tokens, attention.multiple(kernel)
     return Division(config.algorithm.updates_per_batch, config.micro_batches, sharding.rows(1, mesh), *rows)
 
 

@@ -80,9 +80,10 @@ def _moved(x: Array, there: Array, back: Array) -> Array:
 def response_hidden(config: ModelConfig, params: Any, rows: ModelInput) -> tuple[Array, nnx.Module]:
     """Final hidden states [D,n,width] from which each generated token of a micro-batch is predicted; the model."""
     layout, model = rows.layout, nnx.merge(transformer.split(config), params)
-    attend = attention.packed(rows.segments)
     if layout.group:
-        attend = attention.grouped(rows.segments, layout.prefix, layout.group)
+        attend = attention.grouped(rows.segments, layout.prefix, layout.group, config.attention)
+    else:
+        attend = attention.packed(rows.segments, config.attention)
     hidden, _ = model(rows.tokens, rows.positions, attend)
     by_shard = hidden.reshape(rows.take.shape[0], -1, hidden.shape[-1])
     return _moved(by_shard, rows.take, rows.untake), model
@@ -172,8 +173,8 @@ def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Arra
 
 
 def accumulate(loss: Callable, params: Any, batch: Batch) -> tuple[Any, Array, Any]:
-    """Gradients and value of loss(params, rows, answers) → (value, arrays [D·b,T]), summed over the micro-batches of the
-    batch, and the arrays as [B,T].
+    """Gradients and value of loss(params, rows, answers) → (value, arrays [D·b,T]), summed over the batch's
+    micro-batches, and the arrays as [B,T].
 
     `rows` is what the model reads, `answers` the Batch of the answers in them. The sum is that of the whole batch,
     because the token weights were computed over the whole batch.

@@ -34,6 +34,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are kept in float32
     fp32_head: bool = True  # the head's product in float32 even when dtype is bfloat16
     remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass recomputes, see REMAT
+    attention: Literal["auto", "xla", "splash", "cudnn", "pallas"] = "auto"  # see models/attention.py
 
     @property
     def flops_per_token(self) -> int:

@@ -95,7 +95,8 @@ def prefill(
     behind_prompt = lengths[:, None] + jnp.tile(jnp.arange(n), group)[None]
     positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (m, size)), behind_prompt], axis=1)
     angles = transformer.rope(positions, config)
-    inner = attention.grouped(lengths, size, group) if n else lambda q, k, v, _: (attention.causal(q, k, v), None)
+    layout = attention.grouped(lengths, size, group, "xla")
+    inner = layout if n else lambda q, k, v, _: (attention.causal(q, k, v), None)
     attend = lambda q, k, v, _: (inner(q, k, v, None)[0], (k, v))
     x = model.embedded(jnp.concatenate([prefix, fed.reshape(m, group * n)], axis=1))
     stored = lambda k, v: (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))

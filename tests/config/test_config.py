@@ -241,6 +241,7 @@ BAD = [
     ("learner.logprob_chunk=0", "learner.logprob_chunk is 0; expected at least 1"),
     ("rollout.group_size=1", "rollout.group_size is 1; expected at least 2 for algorithm.group_filter"),
     ("model.kv_heads=3", "model.heads is 2; expected a multiple of model.kv_heads = 3"),
+    ("model.attention=cudnn", "model.attention is .cudnn.; expected another one with model.dtype = float32"),
     ("model.head_width=7", "model.head_width is 7; expected an even number"),
     ("optimizer.clip_norm=0", r"optimizer.clip_norm is 0\.0; expected a positive number"),
     ("prime.optimizer.eps=0", r"prime.optimizer.eps is 0\.0; expected a positive number"),
@@ -396,6 +397,7 @@ def _short_reward():
             r"tokenizer\(\) is 'T\w+'; expected a data.tokenizers.Tokenizer",
         ),
         ({"model": replace(TINY, vocab_size=90)}, r"model.vocab_size is 90; expected at least 98 \(tokenizer\)"),
+        ({"model": replace(TINY, attention="splash")}, "model.attention is .splash.; expected auto, xla on cpu"),
     ],
 )
 def test_what_the_task_and_the_tokenizer_are_is_known_before_a_base_policy_is_made(changed, message):

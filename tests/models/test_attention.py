@@ -1,11 +1,13 @@
 """The shared-prompt layouts of attention against plain causal attention on every [prompt + response] by itself."""
 
+from contextlib import contextmanager
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models import attention
+from jaxrl_llm.models import attention, kernels
 
 R, S, G, T, H, K, C = 3, 6, 2, 4, 4, 2, 5
 PREFIX = np.array([3, 0, 6])  # tokens before the prompt's last; 0: a prompt of one token
@@ -37,9 +39,21 @@ def close(x, y):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=3e-6)
 
 
-@pytest.fixture(scope="module")
-def grouped():
-    run = lambda lengths, q, k, v: attention.grouped(lengths, S, G)(q, k, v, None)[0]
+@contextmanager
+def blocks_of(size):
+    """Rows are computed as long ones are, in blocks of `size` tokens; 0: as short ones are, all at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "DENSE", 0 if size else 2**20)
+        patch.setattr(kernels, "BLOCK", size)
+        yield
+
+
+@pytest.fixture(scope="module", params=[0, 4], ids=["dense", "blocked"])
+def grouped(request):
+    def run(lengths, q, k, v):
+        with blocks_of(request.param):
+            return attention.grouped(lengths, S, G)(q, k, v, None)[0]
+
     return jax.jit(run)
 
 
@@ -51,12 +65,11 @@ def in_padding(x, value):
     return x
 
 
-@pytest.mark.parametrize("blocks", [(256, 8), (3, 8), (1, 2), (2, 100)])
-def test_causal(monkeypatch, blocks):
-    monkeypatch.setattr(attention, "MIN_BLOCK", blocks[0])
-    monkeypatch.setattr(attention, "MAX_BLOCKS", blocks[1])
+@pytest.mark.parametrize("size", [0, 1, 3, 8])
+def test_causal(size):
     q, k, v = heads(7)
-    got = attention.causal(q, k, v)
+    with blocks_of(size):
+        got = attention.causal(q, k, v)
     assert attention.causal(q[:, :0], k[:, :0], v[:, :0]).shape == (R, 0, H, C)
     for r in range(R):
         close(got[r], plain(q[r], k[r], v[r]))
@@ -117,10 +130,12 @@ def test_answers_do_not_see_each_other_nor_their_own_future(grouped):
     assert (np.abs(before[:, later:] - after[:, later:]).max(axis=(2, 3)) > 1e-3).all()
 
 
-def test_grouped_without_any_prefix():
+@pytest.mark.parametrize("size", [0, 4], ids=["dense", "blocked"])
+def test_grouped_without_any_prefix(size):
     # a batch whose prompts all have one token may have no prefix column at all
     q, k, v = heads(G * T)
-    got = attention.grouped(np.zeros(R, np.int32), 0, G)(q, k, v, None)[0]
+    with blocks_of(size):
+        got = attention.grouped(np.zeros(R, np.int32), 0, G)(q, k, v, None)[0]
     for r in range(R):
         for g in range(G):
             own = slice(g * T, (g + 1) * T)
@@ -144,9 +159,112 @@ def errors_in_bfloat16(attend, scale):
     return [size(a.astype(jnp.float32) - b) / size(b) for a, b in zip(run(q, k, v), exact, strict=True)]
 
 
-@pytest.mark.parametrize("layout", ["causal", "grouped"])
-def test_logits_are_not_rounded_to_bfloat16(layout):
+@pytest.mark.parametrize("size", [0, 64], ids=["dense", "blocked"])
+@pytest.mark.parametrize("layout", ["causal", "packed", "grouped"])
+def test_logits_are_not_rounded_to_bfloat16(layout, size):
     """Inputs and outputs in bfloat16 cost two or three thousandths; logits in it would cost 1 to 2 hundredths."""
     grouped = attention.grouped(np.array([100], np.int32), 128, 2)
-    attend = {"causal": attention.causal, "grouped": lambda *x: grouped(*x, None)[0][:, 128:]}[layout]
-    assert max(errors_in_bfloat16(attend, scale=2.0)) < 5e-3
+    packed = attention.packed(np.arange(256)[None] // 100 + 1)
+    attend = {
+        "causal": attention.causal,
+        "packed": lambda *x: packed(*x, None)[0],
+        "grouped": lambda *x: grouped(*x, None)[0][:, 128:],
+    }[layout]
+    with blocks_of(size):
+        assert max(errors_in_bfloat16(attend, scale=2.0)) < 5e-3
+
+
+# Two rows of sequences, one behind the other: their lengths, then padding.
+PACKED = ((5, 1, 9), (13,))
+N = 17
+SEGMENTS = np.array([np.repeat(np.arange(1, len(row) + 2), [*row, N - sum(row)]) for row in PACKED])
+SEGMENTS[np.array([[len(row)] for row in PACKED]) < SEGMENTS] = 0
+
+
+def value_and_gradients(attend, weights, *x):
+    """Output, and gradients of Σ weights·output², which differ from token to token."""
+    out, gradients = jax.vjp(attend, *x)
+    return (out, *gradients(2 * weights * out))
+
+
+def by_itself(x, weights, segments=SEGMENTS):
+    """`value_and_gradients` of every segment of every row, alone in a row of its own; 0 in padding."""
+    everything = [np.zeros(y.shape, np.float32) for y in (x[0], *x)]
+    for r, ids in enumerate(segments):
+        for own in (ids == s for s in set(ids) - {0}):
+            alone = value_and_gradients(attention.causal, weights[r, own][None], *(y[r, own][None] for y in x))
+            for whole, part in zip(everything, alone, strict=True):
+                whole[r, own] = part[0]
+    return everything
+
+
+def rows_of(n, rows=2, width=C, kv_heads=K):
+    return [random(rows, n, h, width, seed=i) for i, h in enumerate((H, kv_heads, kv_heads))]
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 32])  # 0: dense; blocks that hold a token, cut segments, hold the row
+def test_packed_is_each_segment_alone(size):
+    x, weights = rows_of(N), (SEGMENTS > 0)[:, :, None, None] * random(2, N, H, C, seed=5)
+    with blocks_of(size):
+        got = value_and_gradients(lambda *x: attention.packed(SEGMENTS)(*x, None)[0], weights, *x)
+    for a, b in zip(got, by_itself(x, weights), strict=True):
+        a = np.asarray(a)
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a[SEGMENTS > 0], b[SEGMENTS > 0], rtol=1e-5, atol=1e-5)
+    for gradient in got[1:]:
+        assert (np.asarray(gradient)[SEGMENTS == 0] == 0).all()
+
+
+def test_a_row_of_padding_is_finite():
+    x = rows_of(N)
+    for size in (0, 4):
+        with blocks_of(size):
+            attend = lambda *x: attention.packed(np.zeros((2, N), np.int32))(*x, None)[0]
+            got = value_and_gradients(attend, np.zeros((2, N, H, C), np.float32), *x)
+        assert all(np.isfinite(y).all() for y in got)
+        assert all((np.asarray(y) == 0).all() for y in got[1:])
+
+
+def test_blocks_without_a_common_segment_are_left_out():
+    meet = lambda ids, n: int(kernels._meetings(jnp.array(ids).reshape(len(ids), 1, -1), n)[2])
+    assert meet([[1, 1], [1, 1], [1, 1]], 3) == 6  # the lower triangle
+    assert meet([[1, 1], [1, 2], [2, 2]], 3) == 5  # the third does not meet the first
+    assert meet([[1, 1], [2, 2], [0, 0]], 3) == 2  # padding meets nobody, not even itself
+    assert meet([[1, 0], [0, 0], [1, 1]], 1) == 2  # one block of queries, behind a prefix with padding
+
+
+@pytest.mark.parametrize(("layout", "dense"), [("packed", False), ("grouped", False), ("packed", True)])
+def test_memory_is_linear_in_tokens(monkeypatch, layout, dense):
+    """Forward and backward of a layer, by the compiler's account; what is dense grows as the square."""
+    monkeypatch.setattr(attention, "DENSE", 2**62 if dense else attention.DENSE)
+
+    def mib(n):
+        if layout == "packed":
+            attend = attention.packed(np.arange(n)[None] // 500 + 1)
+        else:
+            attend = attention.grouped(np.array([n // 9]), n // 9, 8)
+        loss = lambda *x: jnp.sum(attend(*x, None)[0] ** 2)
+        shapes = [jax.ShapeDtypeStruct((1, n, heads, 64), jnp.float32) for heads in (4, 2, 2)]
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / 2**20
+
+    ratio = mib(18432) / mib(9216)
+    assert ratio > 3 if dense else 1.7 < ratio < 2.3
+
+
+def test_a_config_cannot_name_what_its_machine_does_not_run():
+    for name, platform in (("auto", "cpu"), ("xla", "tpu"), ("splash", "tpu"), ("cudnn", "gpu"), ("pallas", "gpu")):
+        attention.check(name, platform)
+    with pytest.raises(ValueError, match="model.attention is 'splash'; expected auto, xla on cpu"):
+        attention.check("splash", "cpu")
+    with pytest.raises(ValueError, match="model.attention is 'cudnn'; expected auto, xla, splash on tpu"):
+        attention.check("cudnn", "tpu")
+    with pytest.raises(ValueError, match="cudnn.*packed"):
+        attention.packed(SEGMENTS, "cudnn")
+
+
+def test_auto_is_what_the_machine_runs_best(monkeypatch):
+    for platform, name, tokens in (("cpu", "xla", 1), ("gpu", "pallas", 128), ("tpu", "splash", 128)):
+        monkeypatch.setattr(kernels, "platform", lambda platform=platform: platform)
+        assert (attention.resolve("auto"), attention.multiple("auto")) == (name, tokens)
+        assert attention.resolve("cudnn") == "cudnn"
