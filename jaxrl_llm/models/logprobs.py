@@ -5,6 +5,9 @@ The one path for old, reference, current and evaluation log-probs; the sampler t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +48,6 @@ def token_logprobs(
     not positive.
     """
     expect(temperature > 0, "temperature", temperature, "a positive number")
-    expect(chunk >= 1, "chunk", chunk, "at least 1 token")
     hidden, head, targets = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(targets)
     summed = head.astype(jnp.float32)
 
@@ -58,15 +60,50 @@ def token_logprobs(
         logps = logits - lse[:, None]  # not H = lse − Σ π·logits, which cancels: a hundred times the rounding error
         return logp, -jnp.sum(jnp.exp(logps) * logps, axis=-1)
 
-    n, width = targets.size, hidden.shape[-1]
+    return _by_blocks(block, chunk, hidden, targets)
+
+
+def reverse_kl(
+    hidden: Float[Array | np.ndarray, "B T D"],
+    head: Float[Array | np.ndarray, "D V"],
+    teacher_hidden: Float[Array | np.ndarray, "B T E"],
+    teacher_head: Float[Array | np.ndarray, "E W"],
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> Float[Array, "B T"]:
+    """The divergence of the policy from a teacher over the whole vocabulary, exact and with gradient, in nats.
+
+        KL(π ‖ π_T) = Σ_v π_v·(log π_v − log π_Tv),   both at this temperature
+
+    Blocks as in `token_logprobs`; the teacher gets no gradient. Where one head has more columns than the other (padding
+    that no token stands for) each is normalised over its own, and the sum is over those that both have. Raises
+    ValueError as `token_logprobs` does.
+    """
+    expect(temperature > 0, "temperature", temperature, "a positive number")
+    hidden, head = jnp.asarray(hidden), jnp.asarray(head)
+    teacher = jax.lax.stop_gradient((jnp.asarray(teacher_hidden), jnp.asarray(teacher_head)))
+    summed, both = head.astype(jnp.float32), min(head.shape[1], teacher[1].shape[1])
+
+    @jax.checkpoint
+    def block(h: Array, h_teacher: Array) -> Array:
+        logps = jax.nn.log_softmax(tempered_logits(h, _with_gradient_to(summed, head), temperature))[:, :both]
+        apart = logps - jax.nn.log_softmax(tempered_logits(h_teacher, teacher[1], temperature))[:, :both]
+        return jnp.sum(jnp.exp(logps) * apart, axis=-1)
+
+    return _by_blocks(block, chunk, hidden, teacher[0])
+
+
+def _by_blocks(block: Callable, chunk: int, *arrays: Array) -> Any:
+    """block(*arrays [N,…]) → array or arrays [N], for arrays [B,T,…] in blocks of at most `chunk` of the B·T tokens."""
+    expect(chunk >= 1, "chunk", chunk, "at least 1 token")
+    shape, n = arrays[0].shape[:2], arrays[0].shape[0] * arrays[0].shape[1]
     blocks = -(-n // chunk)
-    flat_h, flat_y = hidden.reshape(n, width), targets.reshape(n)
+    flat = [x.reshape(n, *x.shape[2:]) for x in arrays]
     if blocks <= 1:
-        out = block(flat_h, flat_y)
+        out = block(*flat)
     else:
-        pad = -n % blocks
-        flat_h = jnp.pad(flat_h, ((0, pad), (0, 0))).reshape(-1, blocks, width).swapaxes(0, 1)
-        flat_y = jnp.pad(flat_y, (0, pad)).reshape(-1, blocks).swapaxes(0, 1)
-        out = jax.lax.map(lambda xs: block(*xs), (flat_h, flat_y))
-        out = (x.swapaxes(0, 1).reshape(-1)[:n] for x in out)
-    return tuple(x.reshape(targets.shape) for x in out)
+        padded = [jnp.pad(x, ((0, -n % blocks), *[(0, 0)] * (x.ndim - 1))) for x in flat]
+        split = [x.reshape(-1, blocks, *x.shape[1:]).swapaxes(0, 1) for x in padded]
+        out = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1)[:n], jax.lax.map(lambda xs: block(*xs), split))
+    return jax.tree.map(lambda x: x.reshape(shape), out)

@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from jaxrl_llm.objective.shared import log_ratio, masked
+from jaxrl_llm.objective.shared import Mask, Out, log_ratio, masked
 from jaxrl_llm.types import AnyArray, expect
 
 Rewards = Real[AnyArray, "P G"] | Bool[AnyArray, "P G"]
 Group = Float[Array, "P G"]
 Tokens = Real[AnyArray, "B T"]
-Mask = Bool[AnyArray, "B T"]
 Rows = Real[AnyArray, "B"]
-Out = Float[Array, "B T"]
 Memory = dict[str, Float[AnyArray, "N"]]
 
 # Rewards closer than this, relative to max(1, |R|), are the same reward: 0.1 + 0.2 and 0.3 must not be told apart.
@@ -193,34 +191,27 @@ def gpg(rewards: Rewards) -> Group:
 
 
 def gdpo(
-    parts: Real[AnyArray, "P G N"],
-    *,
-    weights: Sequence[float] | None = None,
-    eps: float = 1e-6,
-    ddof: int = 1,
-    kept: Bool[AnyArray, "P"] | None = None,
+    parts: Real[AnyArray, "P G N"], kept: Bool[AnyArray, "P"] | None = None, *, weights: Sequence[float] | None = None
 ) -> Group:
     """Each part of the reward standardised by itself, so that none drowns another whose spread is smaller.
 
         A = whiten(Σ_n w_n · grpo(R_n))         over the batch's responses;   exactly 0 where no part has signal
 
-    parts: R [P,G,N], the reward's parts in the order of `shaping.parts`;  weights: w [N], None for ones;  eps, ddof: as
-    in `grpo`;  kept: [P], False on groups that the filter has dropped; they get 0.  GDPO, arXiv 2601.05242.
+    parts: R [P,G,N], the reward's parts in the order of `shaping.parts`;  kept: [P], False on groups that the filter
+    has dropped; they get 0;  weights: w [N], None for ones.  GDPO, arXiv 2601.05242.
     """
     n = parts.shape[2]
     weights = (1.0,) * n if weights is None else weights
     expect(len(weights) == n, "weights", weights, f"{n} numbers, one for each part of the reward")
-    total = sum(w * grpo(parts[:, :, i], eps=eps, ddof=ddof) for i, w in enumerate(weights))
+    total = sum(w * grpo(parts[:, :, i]) for i, w in enumerate(weights))
     row = jnp.ones((total.shape[0], 1), bool) if kept is None else jnp.asarray(kept)[:, None]
     return jnp.where(total == 0, 0.0, whiten(total, jnp.broadcast_to(row, total.shape)))
 
 
 def zero(rewards: Rewards) -> Group:
-    """No advantage: what a teacher says of the tokens is all that is learnt.
+    """No advantage, for distillation alone: what a teacher says of the tokens is all that is learnt.
 
-        A = 0
-
-    For distillation without rewards.
+    A = 0
     """
     return jnp.zeros(rewards.shape, jnp.float32)
 
@@ -391,7 +382,7 @@ def reweight(adv: Tokens, old_logp: Tokens, *, alpha: float = 0.3) -> Out:
 def distilled(adv: Tokens, old_logp: Tokens, teacher_logp: Tokens, mask: Mask, *, coef: float = 1.0) -> Out:
     """The advantage, and on each token how much likelier a teacher finds it: a reward of its own, with γ = 0.
 
-        A_t ← A_t + coef·(teacher_logp_t − old_logp_t)
+        A_t ← A_t + coef·(teacher_logp − old_logp)
 
     So the tokens' expected gradient is that of −coef·KL(policy ‖ teacher), sampled. Alone it goes with `zero`.
     coef >= 0: per nat.  MiniLLM, arXiv 2306.08543; its long-range part is left out.

@@ -21,9 +21,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array
 
-from jaxrl_llm.objective.filters import select_clip_cov as select_clip_cov  # chosen for clip_cov and kl_cov
-from jaxrl_llm.objective.filters import select_cov as select_cov
-from jaxrl_llm.objective.filters import top_entropy as top_entropy
+from jaxrl_llm.objective.filters import select_clip_cov, select_cov, top_entropy  # noqa: F401  their place was here
 from jaxrl_llm.objective.shared import LOG_RATIO_LIMIT, In, Mask, Out, check_clips, log_ratio, masked, mean
 from jaxrl_llm.types import expect
 
@@ -196,7 +194,7 @@ def dppo_kl(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 0.
     """`dppo_tv` whose bounds are on the KL of "this token or another" instead.
 
         x = −sg[min(r, 20)] · A · logp;   0 where A > 0, p > q and D > clip_high, or A < 0, p < q and D > clip_low
-        D = q·(old_logp − logp) + (1−q)·log((1−q+1e-8)/(1−p+1e-8))
+        D = q·(old_logp − logp) + (1−q)·log((1−q+10^(−8))/(1−p+10^(−8)))
 
     p = e^logp, q = e^old_logp;  clip_low, clip_high >= 0: nats.  DPPO, arXiv 2602.04879.
     """

@@ -354,7 +354,7 @@ PAPERS = {
         "loss": ("vespo", {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}),
     },
     "gdpo": {
-        "advantage": ("gdpo", {"eps": 1e-6, "ddof": 1}), "parts": ("correct", "format"), "loss": PLAIN_CLIP,
+        "advantage": "gdpo", "parts": ("correct", "format"), "loss": PLAIN_CLIP,
         "norm": "sequence", "updates_per_batch": 4,
     },
     "ar": {
