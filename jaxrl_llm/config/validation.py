@@ -68,7 +68,7 @@ def validate(config: Config) -> Config:
     _validate_prime(config.prime, ways * micro)
     _validate_call(config.task, "task")
     _validate_call(config.tokenizer, "tokenizer")
-    expected = "a function, and a method with distill_coef or teacher_logp to learn from what it makes; or neither"
+    expected = "a function, as jaxrl_llm.run.teachers:run, exactly when distill_coef or teacher_logp needs one"
     expect((config.teacher is not None) == a.needs_teacher, "teacher", config.teacher, expected)
     if config.teacher is not None:
         _validate_call(config.teacher, "teacher")

@@ -16,7 +16,7 @@ from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.types import TrainState, expect
 
 
-def run(folder: str) -> tuple[ModelConfig, Tokenizer, Callable]:
+def run(folder: str = "") -> tuple[ModelConfig, Tokenizer, Callable]:
     """The newest policy of a run: its model, its tokenizer, and what reads its parameters onto a mesh.
 
     Raises ValueError for a folder without a run or without a checkpoint.

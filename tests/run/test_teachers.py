@@ -65,11 +65,15 @@ def test_what_is_no_run_is_an_error_before_anything_is_done(name, tmp_path):
 
 
 def test_method_and_teacher_come_together(teacher):
-    with pytest.raises(ValueError, match="teacher is None; expected a function, and a method with distill_coef"):
+    with pytest.raises(
+        ValueError, match="teacher is None; expected a function, as jaxrl_llm.run.teachers:run, exactly"
+    ):
         config.validate(replace(TINY, algorithm=ALGORITHMS["opd"]))
-    with pytest.raises(ValueError, match="teacher is functools.partial.*; or neither"):
+    with pytest.raises(
+        ValueError, match="teacher is functools.partial.*; expected a function, .* exactly when distill_coef"
+    ):
         config.validate(replace(TINY, teacher=partial(teachers.run, folder=str(teacher))))
-    with pytest.raises(ValueError, match="teacher: run: .*'folder'"):
-        config.validate(replace(distilling(teacher), teacher=teachers.run))
+    by_path = "teacher=jaxrl_llm.run.teachers:run", f"teacher.folder={teacher}"
+    assert config.validate(config.override(distilling(teacher), *by_path)).teacher.keywords == {"folder": str(teacher)}
     alone = replace(distilling(teacher), rollout=replace(TINY.rollout, group_size=1))
     assert config.validate(alone) is alone  # one answer is enough: its advantage is the teacher's word
