@@ -147,6 +147,7 @@ class Batch:
     sampler_logp: jax.Array | None = None  # float32 [B,T]
     old_logp: jax.Array | None = None  # float32 [B,T]; None: this is the batch's only update, old is the live one
     ref_logp: jax.Array | None = None  # float32 [B,T]
+    teacher_logp: jax.Array | None = None  # float32 [B,T]
     log_router_ratio: jax.Array | None = None  # float32 [B,T], nats; None: the model has no routers
     selected: jax.Array | None = None  # bool [B,T]: tokens chosen for the loss, over the whole optimiser batch
     correct: jax.Array | None = None  # bool [B]

@@ -30,7 +30,7 @@ jax.config.update("jax_threefry_partitionable", True)
 
 # Not objective.algorithms: what a config may hold is checked by its own messages.
 MODULES = (
-    *(f"objective.{name}" for name in ("advantages", "corrections", "filters", "losses", "token_weights")),
+    *(f"objective.{name}" for name in ("advantages", "corrections", "filters", "losses", "shared", "token_weights")),
     "learner.batching",
     "models.logprobs",
     "rewards.length",

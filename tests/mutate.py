@@ -3,8 +3,8 @@
     .venv/bin/python tests/mutate.py [function …]
 
 Signs, comparisons, min and max, `where` branches, stop-gradients, sums and means, constants of denominators and ddof in
-losses, advantages, corrections and token weights are flipped one at a time. A mutant's code replaces that of the living
-function, and the tests that reach the function run in this process until one fails. What survives must be on
+losses, filters, advantages, corrections and token weights are flipped one at a time. A mutant's code replaces that of
+the living function, and the tests that reach the function run in this process until one fails. What survives must be on
 the list in mutate_survivors.txt, where each line ends with the reason why it computes the same. Exit code 1 if not.
 
 Tests that compile come last, and for them jax forgets what it compiled from unbroken code.
@@ -26,9 +26,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SURVIVORS = HERE / "mutate_survivors.txt"
-TARGETS = ("losses", "advantages", "corrections", "token_weights")  # of objective/
+TARGETS = ("losses", "filters", "shared", "advantages", "corrections", "token_weights")  # of objective/
 FILES = [
-    "test_losses.py", "test_losses_token.py", "test_losses_response.py", "test_losses_properties.py",
+    "test_losses.py", "test_losses_token.py", "test_losses_response.py", "test_losses_moved.py",
+    "test_losses_properties.py", "test_filters.py", "test_advantages_parts.py",
     "test_advantages.py", "test_advantages_group.py", "test_advantages_token.py", "test_corrections.py",
     "test_token_weights.py", "../learner/test_edges.py",
 ]  # fmt: skip

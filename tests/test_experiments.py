@@ -124,11 +124,24 @@ def bases(tmp_path_factory):
         jax.config.update(name, value)
 
 
+@pytest.fixture(scope="module")
+def teacher(bases, tmp_path_factory):
+    """A run that others can be distilled from."""
+    folder = tmp_path_factory.mktemp("teacher")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("JAXRL_CACHE", str(bases))
+        trainer.train(small(config.load(FILES["laptop_dapo"])), folder)
+    return folder
+
+
 @pytest.mark.slow
 @every_file
-def test_three_steps_move_the_policy(name, bases, tmp_path, monkeypatch):
+def test_three_steps_move_the_policy(name, bases, tmp_path, monkeypatch, request):
     monkeypatch.setenv("JAXRL_CACHE", str(bases))
-    shrunk = config.validate(small(config.load(FILES[name])))
+    loaded = config.load(FILES[name])
+    if loaded.teacher is not None:
+        loaded = config.override(loaded, f"teacher.folder={request.getfixturevalue('teacher')}")
+    shrunk = config.validate(small(loaded))
     trainer.train(shrunk, tmp_path, source=FILES[name])
 
     rows = {r["step"]: r for r in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())}

@@ -29,10 +29,13 @@ from jaxrl_llm.objective.token_weights import token_weights  # noqa: E402
 B, T, GROUP = 64, 2048, 8
 LOSSES = (
     *(losses.ppo_clip, losses.reinforce, losses.gpg, losses.cispo, losses.sapo, losses.dcpo, losses.topr),
-    *(losses.gspo, losses.gspo_token, losses.gmpo, losses.rspo, losses.opmd, losses.clip_cov, losses.kl_cov, losses.kl),
+    *(losses.dppo_tv, losses.dppo_kl, losses.vespo, losses.gspo, losses.gspo_token, losses.luspo, losses.gmpo),
+    *(losses.rspo, losses.opmd, losses.clip_cov, losses.kl_cov),
 )
 OF_TOKENS = (advantages.gae, advantages.length_adaptive_gae)
-OF_ANSWERS = (advantages.token_rewards, advantages.reinforce_pp, advantages.reweight, advantages.whiten)
+OF_ANSWERS = (
+    *(advantages.token_rewards, advantages.reinforce_pp, advantages.reweight, advantages.distilled, advantages.whiten),
+)
 Arrays = dict[str, jax.Array]
 
 
@@ -46,6 +49,7 @@ def arrays() -> Arrays:
         "logp": logp,
         "old_logp": logp - noise(0.15),
         "ref_logp": logp - noise(0.3),
+        "teacher_logp": logp - noise(0.3),
         "adv": jnp.where(mask, adv, 0.0),
         "mask": mask,
         "weights": token_weights(mask, "token"),
@@ -76,6 +80,8 @@ def cases() -> list[tuple[str, Callable, Arrays]]:
     largest = partial(losses.select_cov, key=None)
     return [
         *((f.__name__, learnt(f), have) for f in LOSSES),
+        ("kl", learnt(partial(losses.kl, old_logp=None)), have),
+        ("kl unbiased", learnt(losses.kl), have),
         ("value_loss", learnt(losses.value_loss, "values"), have),
         ("select_cov", partial(call, largest), have),
         *((f.__name__, partial(call, f), have) for f in (losses.select_clip_cov, losses.top_entropy)),

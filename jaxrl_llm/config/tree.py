@@ -95,6 +95,8 @@ class Config:
     model: ModelConfig
     tokenizer: Callable = tokenizers.characters  # () -> Tokenizer
     prime: Prime | None = None  # None: random parameters
+    # () → (ModelConfig, Tokenizer, mesh → parameters): the policy to distil from, see run/teachers.py
+    teacher: Callable | None = None
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
     mesh: Mesh = Mesh()

@@ -70,6 +70,10 @@ def validate(config: Config) -> Config:
     _validate_prime(config.prime)
     _validate_call(config.task, "task")
     _validate_call(config.tokenizer, "tokenizer")
+    expected = "a function, as jaxrl_llm.run.teachers:run, exactly when distill_coef or teacher_logp needs one"
+    expect((config.teacher is not None) == a.needs_teacher, "teacher", config.teacher, expected)
+    if config.teacher is not None:
+        _validate_call(config.teacher, "teacher")
     return config
 
 
@@ -117,7 +121,7 @@ def _validate_algorithm(a: Algorithm, r: Rollout) -> None:
     if r.group_size == 1:
         expect(a.group_filter is None, "rollout.group_size", 1, "at least 2 for algorithm.group_filter")
         expected = f"at least 2 for {unbound(a.advantage)[0].__name__}: the advantage of one answer alone is 0"
-        expect(_one_answer_suffices(a), "rollout.group_size", 1, expected)
+        expect(a.needs_teacher or _one_answer_suffices(a), "rollout.group_size", 1, expected)
     resample, template = a.prompts.resample, a.prompts.template
     expect(resample or a.group_filter, "algorithm.prompts.resample", resample, "True without algorithm.group_filter")
     expected = "None if algorithm.prompts.prioritized: one order of prompts"
@@ -138,7 +142,7 @@ def _validate_functions(a: Algorithm, max_len: int) -> None:
     max_len: the most tokens of a response.
     """
     plain = {"max_len": max_len, "text": "", "n_prompts": 7, "beta": 0.0}
-    names = ("logp", "old_logp", "sampler_logp", "adv", "values", "kl", "entropy", "log_router_ratio")
+    names = ("logp", "old_logp", "sampler_logp", "teacher_logp", "adv", "values", "kl", "entropy", "log_router_ratio")
     tokens = plain | dict.fromkeys(names, _array("B T")) | dict.fromkeys(("mask", "selected"), _array("B T", bool))
     tokens |= {"rewards": _array("B" if a.critic is None else "B T"), "key": jax.eval_shape(lambda: jax.random.key(0))}
     rows = plain | {"rewards": _array("B"), "correct": _array("B", bool), "n_gold": _array("B")}
@@ -146,6 +150,7 @@ def _validate_functions(a: Algorithm, max_len: int) -> None:
     memory = None if a.memory is None else _called(a.memory, "memory", rows)
     groups = plain | {"rewards": _array("P G"), "correct": _array("P G", bool), "state": memory}
     groups |= dict.fromkeys(("n_tokens", "lengths"), _array("P G", np.int32))
+    groups["parts"] = jax.ShapeDtypeStruct((SIZES["P"], SIZES["G"], len(a.shaping.parts or ())), np.float32)
     groups |= {"mask": _array("P G T", bool), "prompt_ids": _array("P", np.int32), "kept": _array("P", bool)}
     for names, given, expected in (
         ("loss correction token_advantage", tokens, "float [B T]"),
@@ -186,7 +191,8 @@ def _one_answer_suffices(a: Algorithm) -> bool:
     given |= {"kept": np.ones(2, bool), "state": a.memory and call(a.memory, {"n_prompts": 2})}
     for rewards in np.array([[[1.0], [0.0]], [[0.0], [1.0]]], np.float32):
         try:
-            adv = call(a.advantage, given | {"rewards": rewards})
+            parts = np.repeat(rewards[:, :, None], len(a.shaping.parts or ()), axis=2)
+            adv = call(a.advantage, given | {"rewards": rewards, "parts": parts})
         except ValueError:
             return False
         if a.memory is not None:

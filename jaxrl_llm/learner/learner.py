@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,13 +24,13 @@ from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.learner import batching, critic
 from jaxrl_llm.learner.optim import make_optimizer, reset_moments, schedule
 from jaxrl_llm.learner.packing import Division
-from jaxrl_llm.learner.train_step import init_state, make_logprobs, make_train_step
+from jaxrl_llm.learner.train_step import Teacher, init_state, make_logprobs, make_train_step
 from jaxrl_llm.models import attention
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler.groups import ScoredBatch
-from jaxrl_llm.types import Batch, Reward, Rollouts, Task, TrainState
+from jaxrl_llm.types import Batch, Reward, Rollouts, Task, TrainState, expect
 
 _with_weights = jax.jit(batching.with_weights, static_argnames=("norm", "max_len", "nll", "phase_weights"))
 _explained_variance = jax.jit(critic.explained_variance)
@@ -52,6 +53,8 @@ class Learner:
     learning_rate: optax.Schedule
     critic: critic.ValueFunction | None = None
     ref_params: Any = None  # the reference policy's; None without one, or where it is the state's (kl_refresh)
+    teacher: Teacher | None = None
+    teacher_logprobs: Callable | None = None
 
 
 def build(config: Config) -> Learner:
@@ -74,6 +77,18 @@ def build(config: Config) -> Learner:
     logprobs = make_logprobs(model, r.temperature, config.learner.logprob_chunk)
     assign, choose = jax.jit(partial(assign_advantages, a)), jax.jit(partial(choose_tokens, a))
     return Learner(config, task, stream, tokenizer, mesh, tx, train_step, logprobs, assign, choose, rate, value)
+
+
+def with_teacher(learner: Learner) -> Learner:
+    """The learner with its config's teacher, which reads the same token ids, on the mesh; the same one without."""
+    if learner.config.teacher is None:
+        return learner
+    model, tokenizer, load = learner.config.teacher()
+    known, own = tokenizer.hf.get_vocab(), learner.tokenizer.hf.get_vocab()
+    expected = f"the run's {len(own)} tokens, of which {len(own.items() & known.items())} are the same"
+    expect(known == own, "teacher()'s tokenizer", f"{len(known)} tokens", expected)
+    logprobs = make_logprobs(model, learner.config.rollout.temperature, learner.config.learner.logprob_chunk)
+    return replace(learner, teacher=Teacher(model, load(learner.mesh)), teacher_logprobs=logprobs)
 
 
 def fresh_state(learner: Learner, base: Any = None) -> TrainState:
@@ -116,25 +131,36 @@ def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], ste
     return values
 
 
+def reward_parts(algorithm: Algorithm, scored: ScoredBatch) -> np.ndarray:
+    """The parts of the rewards that `shaping.parts` names, float32 [P,G,N]. ValueError for a reward that lacks one."""
+    names, group = algorithm.shaping.parts or (), scored.rollouts.group_size
+    parts = np.array([[r.parts.get(name, math.nan) for name in names] for r in scored.rewards], np.float32)
+    for i in np.flatnonzero(~np.isfinite(parts).all(axis=1))[:1]:
+        have = f"reward of prompt {scored.rollouts.prompts[i // group].id} has the parts {scored.rewards[i].parts}"
+        raise ValueError(f"{have}; expected a finite number for each of algorithm.shaping.parts = {names}")
+    return parts.reshape(len(parts) // group, group, len(names))
+
+
 def assign_advantages(
-    algorithm: Algorithm, batch: Batch, rewards: Array, lengths: Array, kept: Array, prompt_ids: Array, memory: Any
+    algorithm: Algorithm, batch: Batch, rewards: Array, lengths: Array, of_groups: dict[str, Array], memory: Any
 ) -> tuple[Batch, Any]:
     """The batch with its advantages (and the critic's returns), and the updated memory of the advantage. Jitted.
 
-    rewards, lengths: of the answers, without those that fill up the batch; kept, prompt_ids: [P]. `lengths` and the
-    penalty count every token of a response, also of one that is masked out: it stays part of its group.
+    rewards, lengths: of the answers, without those that fill up the batch; of_groups: kept, prompt_ids [P], parts
+    [P,G,N]. `lengths` and the penalty count every token of a response, also of one that is masked out: it stays part of
+    its group.
     """
     a, (rows, length), real = algorithm, batch.mask.shape, len(rewards)
     filled_up = lambda x: jnp.pad(x, ((0, rows - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
     generated = jnp.arange(length)[None] < filled_up(lengths)[:, None]
-    groups = (kept.shape[0], batch.group_size)
+    groups = (-1, batch.group_size)
     kl = jnp.zeros(batch.mask.shape, jnp.float32)
     if a.needs_reference and a.kl_in == "reward":
         kl = losses.kl(batch.old_logp, batch.ref_logp, generated, a.kl)
     per_token = wants(a.token_advantage, "kl") or (a.critic is not None and wants(a.token_advantage, "rewards"))
     penalized = rewards if per_token else rewards - a.kl_coef * kl[:real].sum(axis=1)
-    have = {"rewards": penalized.reshape(groups), "lengths": lengths.reshape(groups), "kept": kept}
-    have |= {"mask": batch.mask[:real].reshape(*groups, -1), "prompt_ids": prompt_ids, "state": memory}
+    have = of_groups | {"rewards": penalized.reshape(groups), "lengths": lengths.reshape(groups)}
+    have |= {"mask": batch.mask[:real].reshape(*groups, length), "state": memory}
     adv = call(a.advantage, have)
     if a.memory is not None:
         adv, memory = adv
@@ -148,7 +174,8 @@ def assign_advantages(
         batch = replace(batch, returns=returns)
     if a.token_advantage is not None:
         have = {"rewards": penalized, "kl": kl, "beta": beta}
-        have |= {name: getattr(batch, name) for name in ("adv", "mask", "values", "old_logp", "sampler_logp")}
+        names = "adv", "mask", "values", "old_logp", "sampler_logp", "teacher_logp"
+        have |= {name: getattr(batch, name) for name in names}
         adv = call(a.token_advantage, have)
         batch = batching.with_advantages(batch, adv[0] if isinstance(adv, tuple) else adv)
     if a.whiten:
@@ -178,10 +205,13 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
     if a.needs_reference:
         reference = learner.ref_params if state.reference is None else state.reference
         batch = replace(batch, ref_logp=learner.logprobs(reference, batch)[0])
+    if wants(a.token_advantage, "teacher_logp"):
+        batch = replace(batch, teacher_logp=learner.teacher_logprobs(learner.teacher.params, batch)[0])
     if learner.critic is not None:
         batch = replace(batch, values=learner.critic.values(state.critic.params, state.params, batch))
     indices = np.zeros(len(answers.prompts), np.int64) if answers.indices is None else answers.indices
-    batch, memory = learner.assign_advantages(batch, scored.shaped, answers.lengths, scored.kept, indices, state.memory)
+    of_groups = {"kept": scored.kept, "prompt_ids": indices, "parts": reward_parts(a, scored)}
+    batch, memory = learner.assign_advantages(batch, scored.shaped, answers.lengths, of_groups, state.memory)
     return batch, replace(state, memory=memory), packed
 
 
@@ -215,6 +245,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
     of_mini = {"norm": a.norm, "max_len": max_len, "nll": a.nll_coef != 0, "phase_weights": a.updates.phase_weights}
     opt_state = reset_moments(state.opt_state) if a.optimizer_reset else state.opt_state
     policy = TrainState(state.params, opt_state, state.step)
+    step = partial(learner.train_step, teacher=learner.teacher) if a.distill_coef else learner.train_step
     minis, taken, tokens = batching.mini_batches(batch, batch.rows), [], None
     for phase, mini in list(product(range(a.phase_count), minis)) * a.updates.epochs:
         if a.updates.select is not None or a.updates.token_filter is not None:
@@ -222,7 +253,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
             mini = learner.choose_tokens(mini, *learner.logprobs(policy.params, mini), key)
         if a.updates.phases is not None:
             tokens = call(a.updates.phases, {"old_logp": mini.old_logp, "mask": mini.mask})[phase]
-        policy, m = learner.train_step(policy, _with_weights(mini, phase=tokens, **of_mini))
+        policy, m = step(policy, _with_weights(mini, phase=tokens, **of_mini))
         taken.append(m)
     reference = state.reference
     if reference is not None and int(policy.step) % a.kl_refresh < len(taken):  # these steps passed a multiple of it

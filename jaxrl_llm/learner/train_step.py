@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from jaxrl_llm.learner.batching import in_order, micro_batches
 from jaxrl_llm.models import attention, transformer
-from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.models.logprobs import reverse_kl, token_logprobs
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import losses
 from jaxrl_llm.objective.algorithms import Algorithm, call
@@ -28,6 +28,15 @@ from jaxrl_llm.types import Batch, ModelInput, Rows, TrainState
 
 Metrics = dict[str, Array]
 Tx = optax.GradientTransformation  # an optimiser
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Teacher:
+    """A frozen policy that the policy learns from, on the mesh."""
+
+    config: ModelConfig = field(metadata={"static": True})
+    params: Any
 
 
 def init_state(config: ModelConfig, tx: Tx, seed: int, mesh: Mesh) -> TrainState:
@@ -95,11 +104,18 @@ def by_answer(rows: ModelInput, x: Array) -> Array:
 
 
 def response_logprobs(
-    config: ModelConfig, params: Any, rows: ModelInput, temperature: float, chunk: int = 1024
-) -> tuple[Array, Array]:
-    """Log-prob of every generated token of a micro-batch and entropy, [D·b,T]. The one path for every log-prob."""
+    config: ModelConfig, params: Any, rows: ModelInput, temperature: float, chunk: int = 1024,
+    teacher: Teacher | None = None,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Log-prob of every generated token of a micro-batch and entropy, [D·b,T]; with a teacher, the exact KL(policy ‖
+    teacher) too. The one path for every log-prob.
+    """
     hidden, model = response_hidden(config, params, rows)
-    out = token_logprobs(hidden, model.head_matrix(), rows.targets, temperature=temperature, chunk=chunk)
+    head, blocks = model.head_matrix(), {"temperature": temperature, "chunk": chunk}
+    out = token_logprobs(hidden, head, rows.targets, **blocks)
+    if teacher is not None:
+        its_hidden, its_model = response_hidden(teacher.config, stop_gradient(teacher.params), rows)
+        out = *out, reverse_kl(hidden, head, its_hidden, its_model.head_matrix(), **blocks)
     return tuple(by_answer(rows, x) for x in out)
 
 
@@ -129,14 +145,17 @@ def _arrays(batch: Batch, logp: Array) -> dict[str, Array | None]:
     return {"logp": logp, "old_logp": old_logp, "log_router_ratio": router, **same}
 
 
-def objective(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -> Array:
-    """Σ w·(c·x + β·kl − κ·entropy) + μ·Σ w_nll·(−logp) over these rows."""
+def objective(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, teacher_kl: Any = None) -> Array:
+    """Σ w·(c·x + β·kl + δ·teacher_kl − κ·entropy) + μ·Σ w_nll·(−logp) over these rows."""
     arrays = _arrays(batch, logp)
     x = call(algorithm.loss, arrays)
     if algorithm.correction is not None:
         x = x * call(algorithm.correction, {**arrays, "logp": stop_gradient(logp)})
     if algorithm.needs_reference and algorithm.kl_in == "loss":
-        x = x + algorithm.kl_coef * losses.kl(logp, batch.ref_logp, batch.mask, algorithm.kl)
+        old_logp = arrays["old_logp"] if algorithm.kl_unbiased else None
+        x = x + algorithm.kl_coef * losses.kl(logp, batch.ref_logp, batch.mask, algorithm.kl, old_logp=old_logp)
+    if teacher_kl is not None:
+        x = x + algorithm.distill_coef * jnp.where(batch.mask, teacher_kl, 0.0)
     if algorithm.entropy_coef:
         x = x - algorithm.entropy_coef * jnp.where(batch.mask, entropy, 0.0)
     loss = jnp.sum(batch.weights * x)
@@ -145,7 +164,7 @@ def objective(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -
     return loss
 
 
-def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array) -> Metrics:
+def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, teacher_kl: Any = None) -> Metrics:
     """Means over the trained tokens of the optimiser batch, and the sampler-learner gap.
 
     A token counts as clipped when the loss has no gradient there though its advantage is not 0; this needs no
@@ -169,6 +188,10 @@ def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Arra
     metrics |= mismatch_report(logp if algorithm.bypass else old, batch.sampler_logp, mask, c)
     if batch.ref_logp is not None:
         metrics["kl/ref"] = mean(losses.kl(logp, batch.ref_logp, mask, "k3"))
+    if batch.teacher_logp is not None:
+        teacher_kl = losses.kl(logp, batch.teacher_logp, mask, "k3")
+    if teacher_kl is not None:
+        metrics["kl/teacher"] = mean(teacher_kl)
     return metrics
 
 
@@ -194,14 +217,16 @@ def accumulate(loss: Callable, params: Any, batch: Batch) -> tuple[Any, Array, A
 
 
 def make_gradients(config: ModelConfig, algorithm: Algorithm, temperature: float, chunk: int = 1024) -> Callable:
-    """(params, batch) → gradients, loss, metrics."""
+    """(params, batch, teacher or None) → gradients, loss, metrics."""
 
-    def loss(params: Any, rows: ModelInput, answers: Batch) -> tuple[Array, tuple[Array, Array]]:
-        per_token = response_logprobs(config, params, rows, temperature, chunk)
+    def loss(
+        teacher: Teacher | None, params: Any, rows: ModelInput, answers: Batch
+    ) -> tuple[Array, tuple[Array, ...]]:
+        per_token = response_logprobs(config, params, rows, temperature, chunk, teacher)
         return objective(algorithm, answers, *per_token), per_token
 
-    def gradients(params: Any, batch: Batch) -> tuple[Any, Array, Metrics]:
-        grads, value, per_token = accumulate(loss, params, batch)
+    def gradients(params: Any, batch: Batch, teacher: Teacher | None = None) -> tuple[Any, Array, Metrics]:
+        grads, value, per_token = accumulate(partial(loss, teacher), params, batch)
         return grads, value, token_metrics(algorithm, batch, *map(stop_gradient, per_token))
 
     return gradients
@@ -221,13 +246,13 @@ def apply_gradients(tx: Tx, state: TrainState, grads: Any, loss: Array, weights:
 
 def make_train_step(
     config: ModelConfig, algorithm: Algorithm, tx: Tx, temperature: float = 1.0, chunk: int = 1024
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Jitted (state, batch with weights) → (state, metrics); the state is donated."""
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Jitted (state, batch with weights, teacher=None) → (state, metrics); the state is donated."""
     gradients = make_gradients(config, algorithm, temperature, chunk)
 
     @partial(jax.jit, donate_argnums=0)
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, loss, metrics = gradients(state.params, batch)
+    def train_step(state: TrainState, batch: Batch, teacher: Teacher | None = None) -> tuple[TrainState, Metrics]:
+        grads, loss, metrics = gradients(state.params, batch, teacher)
         state, of_step = apply_gradients(tx, state, grads, loss, batch.weights)
         return state, metrics | of_step
 

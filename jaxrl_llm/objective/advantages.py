@@ -6,18 +6,19 @@ there. Nothing is differentiated. A hyper-parameter out of its range is a ValueE
 A group whose rewards are equal up to float noise carries no signal: where a baseline is subtracted it gets exactly 0.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
 
+from jaxrl_llm.objective.shared import Mask, Out, log_ratio, masked
 from jaxrl_llm.types import AnyArray, expect
 
 Rewards = Real[AnyArray, "P G"] | Bool[AnyArray, "P G"]
 Group = Float[Array, "P G"]
 Tokens = Real[AnyArray, "B T"]
-Mask = Bool[AnyArray, "B T"]
 Rows = Real[AnyArray, "B"]
-Out = Float[Array, "B T"]
 Memory = dict[str, Float[AnyArray, "N"]]
 
 # Rewards closer than this, relative to max(1, |R|), are the same reward: 0.1 + 0.2 and 0.3 must not be told apart.
@@ -189,6 +190,32 @@ def gpg(rewards: Rewards) -> Group:
     return centred * (rewards.shape[0] / jnp.maximum(alive, 1))
 
 
+def gdpo(
+    parts: Real[AnyArray, "P G N"], kept: Bool[AnyArray, "P"] | None = None, *, weights: Sequence[float] | None = None
+) -> Group:
+    """Each part of the reward standardised by itself, so that none drowns another whose spread is smaller.
+
+        A = whiten(Σ_n w_n · grpo(R_n))         over the batch's responses;   exactly 0 where no part has signal
+
+    parts: R [P,G,N], the reward's parts in the order of `shaping.parts`;  kept: [P], False on groups that the filter
+    has dropped; they get 0;  weights: w [N], None for ones.  GDPO, arXiv 2601.05242.
+    """
+    n = parts.shape[2]
+    weights = (1.0,) * n if weights is None else weights
+    expect(len(weights) == n, "weights", weights, f"{n} numbers, one for each part of the reward")
+    total = sum(w * grpo(parts[:, :, i]) for i, w in enumerate(weights))
+    row = jnp.ones((total.shape[0], 1), bool) if kept is None else jnp.asarray(kept)[:, None]
+    return jnp.where(total == 0, 0.0, whiten(total, jnp.broadcast_to(row, total.shape)))
+
+
+def zero(rewards: Rewards) -> Group:
+    """No advantage, for distillation alone: what a teacher says of the tokens is all that is learnt.
+
+    A = 0
+    """
+    return jnp.zeros(rewards.shape, jnp.float32)
+
+
 # --- with a memory for each prompt
 def dcpo_sas_init(n_prompts: int) -> Memory:
     """The first state of `dcpo_sas`: of each prompt's rewards the count, the mean, and Σ (R − mean)² as `m2`."""
@@ -246,7 +273,7 @@ def token_rewards(rewards: Rows, kl: Tokens, mask: Mask, *, beta: float = 0.0) -
     at = jnp.where(mask, jnp.arange(mask.shape[1])[None], -1)
     last = mask & (at == at.max(axis=1, keepdims=True))
     r = jnp.where(last, jnp.asarray(rewards, jnp.float32)[:, None], 0.0)
-    return r - beta * _masked(kl, mask)
+    return r - beta * masked(kl, mask)
 
 
 def reinforce_pp(rewards: Rows, kl: Tokens, mask: Mask, *, beta: float = 0.0) -> Out:
@@ -286,7 +313,7 @@ def gae(
     expect(0 <= gamma <= 1, "gamma", gamma, "a number in [0, 1]")
     if isinstance(lam, int | float):
         expect(0 <= lam <= 1, "lam", lam, "a number in [0, 1]")
-    m, r, v = jnp.asarray(mask), _masked(rewards, mask), _masked(values, mask)
+    m, r, v = jnp.asarray(mask), masked(rewards, mask), masked(values, mask)
     decay = jnp.broadcast_to(gamma * jnp.asarray(lam, jnp.float32), (m.shape[0],))
 
     def back(carry: tuple[Array, Array], now: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
@@ -332,7 +359,7 @@ def whiten(x: Tokens, mask: Mask, *, eps: float = 1e-8) -> Out:
     eps >= 0: in squared units of x, inside the root.
     """
     expect(eps >= 0, "eps", eps, "a number >= 0")
-    x, n = _masked(x, mask), jnp.sum(mask)
+    x, n = masked(x, mask), jnp.sum(mask)
     low, high = jnp.min(jnp.where(mask, x, jnp.inf)), jnp.max(jnp.where(mask, x, -jnp.inf))
     constant = high - low <= NOISE * jnp.maximum(1.0, jnp.abs(high))
     centred = jnp.where(mask, x - jnp.sum(x) / jnp.maximum(n, 1), 0.0)
@@ -350,6 +377,18 @@ def reweight(adv: Tokens, old_logp: Tokens, *, alpha: float = 0.3) -> Out:
     expect(0 <= alpha <= 1, "alpha", alpha, "a number in [0, 1]")
     a = jnp.asarray(adv, jnp.float32)
     return jnp.where(a == 0, 0.0, (alpha * jnp.exp(jnp.asarray(old_logp, jnp.float32)) + 1 - alpha) * a)
+
+
+def distilled(adv: Tokens, old_logp: Tokens, teacher_logp: Tokens, mask: Mask, *, coef: float = 1.0) -> Out:
+    """The advantage, and on each token how much likelier a teacher finds it: a reward of its own, with γ = 0.
+
+        A_t ← A_t + coef·(teacher_logp − old_logp)
+
+    So the tokens' expected gradient is that of −coef·KL(policy ‖ teacher), sampled. Alone it goes with `zero`.
+    coef >= 0: per nat.  MiniLLM, arXiv 2306.08543; its long-range part is left out.
+    """
+    expect(coef >= 0, "coef", coef, "a number >= 0")
+    return masked(adv, mask) + coef * log_ratio(teacher_logp, old_logp, mask)
 
 
 # --- what they share
@@ -370,8 +409,3 @@ def _scaled(x: Group, of: Group, kept: Bool[AnyArray, "P"] | None, eps: float) -
     mean = jnp.sum(jnp.where(keep, of, 0.0)) / jnp.maximum(n, 1)
     std = jnp.sqrt(jnp.sum(jnp.where(keep, of - mean, 0.0) ** 2) / jnp.maximum(n - 1, 1))
     return jnp.where(keep & (x != 0), x / jnp.where(std + eps == 0, 1.0, std + eps), 0.0)
-
-
-def _masked(x: Tokens, mask: Mask) -> Out:
-    """x in float32 with 0 under the mask."""
-    return jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0)

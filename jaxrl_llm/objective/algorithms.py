@@ -24,8 +24,8 @@ from jaxrl_llm.types import Optimizer, expect
 
 # The names that each kind of function may ask for; the trainer passes their values.
 ARRAYS = {
-    "advantage": ("rewards", "lengths", "mask", "prompt_ids", "state", "kept"),
-    "token_advantage": ("rewards", "adv", "mask", "values", "kl", "beta", "old_logp", "sampler_logp"),
+    "advantage": ("rewards", "parts", "lengths", "mask", "prompt_ids", "state", "kept"),
+    "token_advantage": ("rewards", "adv", "mask", "values", "kl", "beta", "old_logp", "sampler_logp", "teacher_logp"),
     "loss": ("logp", "old_logp", "sampler_logp", "adv", "mask", "log_router_ratio", "selected"),
     "correction": ("logp", "old_logp", "sampler_logp", "adv", "mask"),
     "updates.select": ("logp", "old_logp", "entropy", "adv", "mask", "key"),
@@ -38,12 +38,12 @@ ARRAYS = {
     "memory": ("n_prompts",),
 }
 # Losses with one value per response; corrections with another factor for each token, which do not go with them.
-RESPONSE_LOSSES = (losses.gspo, losses.gmpo, losses.rspo, losses.opmd)
+RESPONSE_LOSSES = (losses.gspo, losses.luspo, losses.gmpo, losses.rspo, losses.opmd)
 TOKEN_CORRECTIONS = (corrections.tis, corrections.mis_token)
 
 # A field that is set exactly when a function names what it makes.
 _TOGETHER = (("critic", "token_advantage", "values"), ("memory", "advantage", "state"))
-_TOGETHER += (("updates.select", "loss", "selected"),)
+_TOGETHER += (("updates.select", "loss", "selected"), ("shaping.parts", "advantage", "parts"))
 
 
 def call(fn: Callable, available: dict[str, Any]) -> Any:
@@ -100,6 +100,7 @@ class Shaping:
 
     signed_reward: bool = False  # rewards of 0…1 become −1…+1
     reward: Callable | None = None  # → [B], used instead of the verifier's value
+    parts: tuple[str, ...] | None = None  # names in Reward.parts: what an advantage gets as `parts`, in this order
     format_reward: Callable | None = None  # text → number, added to the reward
     length_reward: Callable | None = None  # → [P,G], added to the reward
     length_coef: float = 1.0
@@ -141,9 +142,11 @@ class Algorithm:
     kl: str | None = None  # the estimator; None: no reference policy
     kl_coef: float = 0.0  # β
     kl_in: Literal["loss", "reward"] = "loss"
+    kl_unbiased: bool = False  # the loss is kl times the live π/π_old: its gradient is then KL(policy ‖ reference)'s
     kl_refresh: int = 0  # optimiser steps after which the policy becomes the reference; 0: the base stays it
     entropy_coef: float = 0.0  # κ
     nll_coef: float = 0.0  # μ, of the mean −logp over the tokens of correct responses
+    distill_coef: float = 0.0  # of the exact KL(policy ‖ teacher) of each token's distribution, added to kl in the loss
     token_advantage: Callable | None = None  # → advantages [B,T]; rewards are [B], with a critic per token [B,T]
     whiten: bool = False  # advantages to mean 0 and variance 1 over the batch's tokens
     critic: Critic | None = None
@@ -163,10 +166,13 @@ class Algorithm:
         expect(self.kl in (None, *losses.KL_KINDS), "algorithm.kl", self.kl, f"one of {', '.join(losses.KL_KINDS)}")
         if self.kl_coef and self.kl is None:
             raise ValueError(f"algorithm.kl_coef is {self.kl_coef} but algorithm.kl is None; expected an estimator")
+        if self.kl_unbiased and (self.kl not in ("k1", "k3") or self.kl_in == "reward"):
+            have = f"algorithm.kl is {self.kl!r}, kl_in {self.kl_in!r}"
+            raise ValueError(f"algorithm.kl_unbiased is True and {have}; expected 'k1' or 'k3' in the loss")
         if self.bypass and self.correction is not None:
             twice = "the ratio is already learner/sampler, and the mismatch would count twice"
             raise ValueError(f"algorithm.bypass is True and algorithm.correction is set; expected one of them: {twice}")
-        for name in ("kl_coef", "kl_refresh", "nll_coef", "shaping.length_coef"):
+        for name in ("kl_coef", "kl_refresh", "nll_coef", "distill_coef", "shaping.length_coef"):
             expect(attrgetter(name)(self) >= 0, f"algorithm.{name}", attrgetter(name)(self), "at least 0")
         limit = self.norm_length
         expect(limit is None or limit >= 1, "algorithm.norm_length", limit, "None or at least 1 token")
@@ -184,6 +190,9 @@ class Algorithm:
     def _check_responses(self) -> None:
         """A loss with one value per response needs weights, corrections and steps that take a response as a whole."""
         loss, correction = self._base(self.loss), self._base(self.correction)
+        if loss is losses.vespo and correction in TOKEN_CORRECTIONS:
+            expected = "expected algorithm.bypass, which makes the sampler's log-probs part of vespo's weight"
+            raise ValueError(f"algorithm.correction is {correction.__name__}; {expected}")
         if loss not in RESPONSE_LOSSES:
             return
         why = f", as algorithm.loss is {loss.__name__}"
@@ -213,6 +222,10 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         return self.kl is not None and self.kl_coef != 0
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.distill_coef != 0 or wants(self.token_advantage, "teacher_logp")
 
     @property
     def phase_count(self) -> int:
@@ -324,17 +337,34 @@ ALGORITHMS: dict[str, Algorithm] = {
         shaping=Shaping(signed_reward=True), updates_per_batch=4, paper="2504.11343",
     ),
     "passk_grpo": Algorithm(advantages.passk, losses.ppo_clip, "sequence", updates_per_batch=4, paper="2503.19595"),
+    "dppo_tv": Algorithm(
+        advantages.dr_grpo, losses.dppo_tv, "token", bypass=True, updates_per_batch=8, paper="2602.04879"
+    ),
+    "dppo_kl": Algorithm(
+        advantages.dr_grpo, losses.dppo_kl, "token", bypass=True, updates_per_batch=8, paper="2602.04879"
+    ),
+    "luspo": Algorithm(advantages.grpo, losses.luspo, "sequence", updates_per_batch=4, paper="2602.05261"),
+    "vespo": Algorithm(advantages.dr_grpo, losses.vespo, "token", bypass=True, updates_per_batch=8, paper="2602.10693"),
+    "gdpo": Algorithm(
+        advantages.gdpo, losses.ppo_clip, "sequence", shaping=Shaping(parts=("correct", "format")),
+        updates_per_batch=4, paper="2601.05242",
+    ),
     # --- GRPO on chosen tokens
     "ar": Algorithm(**_LOW_PROBABILITY, token_advantage=advantages.reweight),
     "lopti": Algorithm(**_LOW_PROBABILITY, updates=Updates(phases=filters.lopti_phases)),
     "clip_cov": Algorithm(  # with clips of 1, in the choice of tokens too, hardly any ratio is clipped
         advantages.grpo, partial(losses.clip_cov, clip_low=1.0, clip_high=1.0), "token", group_filter=filters.mixed,
-        updates=Updates(select=partial(losses.select_clip_cov, clip_low=1.0, clip_high=1.0)), updates_per_batch=8,
+        updates=Updates(select=partial(filters.select_clip_cov, clip_low=1.0, clip_high=1.0)), updates_per_batch=8,
         paper="2505.22617",
     ),
     "kl_cov": Algorithm(
         advantages.grpo, partial(losses.kl_cov, coef=1.0), "token", group_filter=filters.mixed,
-        updates=Updates(select=partial(losses.select_cov, frac=2e-3)), updates_per_batch=8, paper="2505.22617",
+        updates=Updates(select=partial(filters.select_cov, frac=2e-3)), updates_per_batch=8, paper="2505.22617",
+    ),
+    # --- a teacher beside the reward, or in its place
+    "opd": Algorithm(advantages.zero, losses.reinforce, "token", distill_coef=1.0, paper="2306.13649"),
+    "opd_sampled": Algorithm(
+        advantages.zero, losses.ppo_clip, "token", token_advantage=advantages.distilled, bypass=True, paper="2306.08543"
     ),
     # --- whole recipes
     "olmo3": Algorithm(

@@ -13,13 +13,10 @@ A bound out of its range is a ValueError.
 
 import jax.numpy as jnp
 from jax.lax import stop_gradient
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from jaxrl_llm.types import AnyArray, expect
-
-In = Float[AnyArray, "B T"]
-Mask = Bool[AnyArray, "B T"]
-Out = Float[Array, "B T"]
+from jaxrl_llm.objective.shared import In, Mask, Out, mean
+from jaxrl_llm.types import expect
 
 LIMIT = 80.0  # nats: e^80 is still a float32
 
@@ -78,8 +75,8 @@ def geometric_rejection(old_logp: In, sampler_logp: In, mask: Mask, *, low: floa
     0 <= low <= high.
     """
     _check_bounds(low, high)
-    mean = jnp.exp(_mean(_log_rho(old_logp, sampler_logp, mask), mask))
-    return _on(mask, ((low <= mean) & (mean <= high)).astype(jnp.float32))
+    ratio = jnp.exp(mean(_log_rho(old_logp, sampler_logp, mask), mask))
+    return _on(mask, ((low <= ratio) & (ratio <= high)).astype(jnp.float32))
 
 
 def k3_rejection(old_logp: In, sampler_logp: In, mask: Mask, *, max_k3: float = 0.01) -> Out:
@@ -90,7 +87,7 @@ def k3_rejection(old_logp: In, sampler_logp: In, mask: Mask, *, max_k3: float = 
     The mean estimates KL(sampler ‖ learner), the tokens being the sampler's.  max_k3 >= 0: nats per token.
     """
     expect(max_k3 >= 0, "max_k3", max_k3, "a number >= 0")
-    return _on(mask, (_mean(_k3(_log_rho(old_logp, sampler_logp, mask)), mask) <= max_k3).astype(jnp.float32))
+    return _on(mask, (mean(_k3(_log_rho(old_logp, sampler_logp, mask)), mask) <= max_k3).astype(jnp.float32))
 
 
 def veto(old_logp: In, sampler_logp: In, mask: Mask, *, low: float = 1e-4, high: float = 100.0) -> Out:
@@ -113,8 +110,8 @@ def opsm(logp: In, sampler_logp: In, adv: In, mask: Mask, delta: float) -> Out:
 
     logp: the live policy's;  delta: nats per token.  Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556.
     """
-    unlikely = _mean(-_log_rho(logp, sampler_logp, mask), mask) > delta
-    bad = _mean(jnp.where(mask, jnp.asarray(adv, jnp.float32), 0.0), mask) < 0
+    unlikely = mean(-_log_rho(logp, sampler_logp, mask), mask) > delta
+    bad = mean(jnp.where(mask, jnp.asarray(adv, jnp.float32), 0.0), mask) < 0
     return _on(mask, (~(unlikely & bad)).astype(jnp.float32))
 
 
@@ -182,11 +179,6 @@ def _rho(old_logp: In, sampler_logp: In, mask: Mask) -> Out:
 def _product(old_logp: In, sampler_logp: In, mask: Mask) -> Float[Array, "B 1"]:
     total = jnp.sum(_log_rho(old_logp, sampler_logp, mask), axis=1, keepdims=True)
     return jnp.exp(jnp.clip(total, -LIMIT, LIMIT))
-
-
-def _mean(x: Out, mask: Mask) -> Float[Array, "B 1"]:
-    """Mean over the trained tokens of each response; x is 0 elsewhere."""
-    return jnp.sum(x, axis=1, keepdims=True) / jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
 
 
 def _k3(k: Out) -> Out:

@@ -8,8 +8,8 @@ at the sampling temperature), `adv` the advantages, `mask` True on the tokens th
 d = logp − old_logp, r = e^d, n is a response's number of trained tokens, mean_t is over those, and sg stops gradients.
 
 x is float32, 0 where mask is False, and differentiable in `logp` alone. The caller multiplies by c and w, and sums.
-A response-level loss (gspo, gmpo, rspo, opmd) has A = mean_t adv and puts the response's value on each of its tokens,
-so that `sequence` weights give the mean over responses.
+A response-level loss (gspo, luspo, gmpo, rspo, opmd) has A = mean_t adv and puts the response's value on each of its
+tokens, so that `sequence` weights give the mean over responses.
 Values where mask is False do not matter, not even inf or nan; nan on a token that trains stays nan. At a clip's bound
 the gradient is that of the unclipped branch. A hyper-parameter out of its range is a ValueError.
 """
@@ -19,17 +19,14 @@ from math import log
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
-from jaxrl_llm.types import AnyArray, expect
+from jaxrl_llm.objective.filters import select_clip_cov, select_cov, top_entropy  # noqa: F401  their place was here
+from jaxrl_llm.objective.shared import LOG_RATIO_LIMIT, In, Mask, Out, check_clips, log_ratio, masked, mean
+from jaxrl_llm.types import expect
 
-In = Float[AnyArray, "B T"]
-Mask = Bool[AnyArray, "B T"]
-Out = Float[Array, "B T"]
-
-# Nats. e^80 = 5.5e34 leaves float32 room for advantages of some thousands; e^89 would be inf.
-LOG_RATIO_LIMIT = 80.0
-
+RATIO_CAP = 20.0  # of dppo_tv and dppo_kl
+LOG_WEIGHT_RANGE = log(1e-8), 20.0  # nats, of vespo's W
 KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+", "abs")
 
 
@@ -41,7 +38,7 @@ def reinforce(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
 
     old_logp is not used: on-policy data is assumed.  Williams 1992.
     """
-    return -_masked(stop_gradient(adv), mask) * _masked(logp, mask)
+    return -masked(stop_gradient(adv), mask) * masked(logp, mask)
 
 
 def gpg(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
@@ -73,10 +70,10 @@ def ppo_clip(
     dual_clip > 1: largest ratio that still counts when A < 0, None for no such bound.
     arXiv 1707.06347 eq. 7; unequal clips 2503.14476; dual clip 1912.09729.
     """
-    _check_clips(clip_low, clip_high)
+    check_clips(clip_low, clip_high)
     _check_dual_clip(dual_clip)
-    a = _masked(stop_gradient(adv), mask)
-    ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
+    a = masked(stop_gradient(adv), mask)
+    ratio = jnp.exp(log_ratio(logp, old_logp, mask))
     return _surrogate(ratio, a, 1 - clip_low, 1 + clip_high, dual_clip)
 
 
@@ -104,9 +101,9 @@ def dcpo(
     expect(eps_high >= 0, "eps_high", eps_high, "a number >= 0")
     expect(ratio_cap >= 1, "ratio_cap", ratio_cap, "a number >= 1")
     _check_dual_clip(dual_clip)
-    a = _masked(stop_gradient(adv), mask)
-    ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
-    q = jnp.exp(jnp.maximum(_masked(stop_gradient(old_logp), mask), -LOG_RATIO_LIMIT))
+    a = masked(stop_gradient(adv), mask)
+    ratio = jnp.exp(log_ratio(logp, old_logp, mask))
+    q = jnp.exp(jnp.maximum(masked(stop_gradient(old_logp), mask), -LOG_RATIO_LIMIT))
     low = 0.5 + 0.5 * jnp.sqrt(jnp.maximum(1 - 4 * eps_low / q, 0.0))
     high = jnp.minimum(0.5 + 0.5 * jnp.sqrt(1 + 4 * eps_high / q), ratio_cap)
     return _surrogate(ratio, a, low, high, dual_clip)
@@ -122,7 +119,7 @@ def cispo(logp: In, old_logp: In, adv: In, mask: Mask, *, ratio_max: float = 5.0
     """
     expect(ratio_min >= 0, "ratio_min", ratio_min, "a number >= 0")
     expect(ratio_max >= ratio_min, "ratio_max", ratio_max, f"a number >= ratio_min={ratio_min!r}")
-    ratio = jnp.exp(_log_ratio(stop_gradient(logp), old_logp, mask))
+    ratio = jnp.exp(log_ratio(stop_gradient(logp), old_logp, mask))
     return jnp.clip(ratio, ratio_min, ratio_max) * reinforce(logp, old_logp, adv, mask)
 
 
@@ -135,9 +132,9 @@ def sapo(logp: In, old_logp: In, adv: In, mask: Mask, *, tau_pos: float = 1.0, t
     """
     expect(tau_pos > 0, "tau_pos", tau_pos, "a number > 0")
     expect(tau_neg > 0, "tau_neg", tau_neg, "a number > 0")
-    a = _masked(stop_gradient(adv), mask)
+    a = masked(stop_gradient(adv), mask)
     tau = jnp.where(a > 0, tau_pos, tau_neg)
-    ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
+    ratio = jnp.exp(log_ratio(logp, old_logp, mask))
     return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * a
 
 
@@ -148,10 +145,63 @@ def topr(logp: In, old_logp: In, adv: In, mask: Mask) -> Out:
 
     A carries the reward.  TOPR, arXiv 2503.14286.
     """
-    log_ratio = jnp.sum(_log_ratio(stop_gradient(logp), old_logp, mask), axis=1, keepdims=True)
-    taper = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, 0.0))
-    good = _masked(adv, mask) >= 0
+    total = jnp.sum(log_ratio(stop_gradient(logp), old_logp, mask), axis=1, keepdims=True)
+    taper = jnp.exp(jnp.clip(total, -LOG_RATIO_LIMIT, 0.0))
+    good = masked(adv, mask) >= 0
     return jnp.where(good, 1.0, taper) * reinforce(logp, old_logp, adv, mask)
+
+
+def vespo(
+    logp: In,
+    old_logp: In,
+    adv: In,
+    mask: Mask,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Out:
+    """The policy gradient with a weight that fades smoothly as the response's probability moves, either way.
+
+        x = −φ · A · logp,   φ = sg[W^k · exp(λ(1−W))],   W = exp(Σ_t d)
+
+    k, λ > 0: k_pos, lambda_pos where A >= 0, else k_neg, lambda_neg. φ is 1 at W = 1. Σ_t d is clipped to
+    [log 1e-8, 20]. With the sampler's log-probs as old_logp its mismatch is part of W.  VESPO, arXiv 2602.10693 eq. 20.
+    """
+    for name, value in (("k_pos", k_pos), ("lambda_pos", lambda_pos), ("k_neg", k_neg), ("lambda_neg", lambda_neg)):
+        expect(value > 0, name, value, "a number > 0")
+    total = jnp.sum(log_ratio(stop_gradient(logp), old_logp, mask), axis=1, keepdims=True)
+    log_w = jnp.clip(total, *LOG_WEIGHT_RANGE)
+    phi = lambda k, lam: jnp.exp(k * log_w - lam * jnp.expm1(log_w))
+    weight = jnp.where(masked(adv, mask) >= 0, phi(k_pos, lambda_pos), phi(k_neg, lambda_neg))
+    return weight * reinforce(logp, old_logp, adv, mask)
+
+
+def dppo_tv(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Out:
+    """The policy gradient with a capped ratio, until the token's probability has moved too far in A's direction.
+
+        x = −sg[min(r, 20)] · A · logp;   0 where A > 0 and p − q > clip_high, or A < 0 and p − q < −clip_low
+
+    p = e^logp, q = e^old_logp: |p − q| is the total variation of "this token or another". A ratio's clip stops unlikely
+    tokens too early and likely ones too late.  clip_low, clip_high >= 0: of probability.  DPPO, arXiv 2602.04879.
+    """
+    p, q = (jnp.exp(jnp.minimum(masked(stop_gradient(l), mask), 0.0)) for l in (logp, old_logp))
+    return _until(p - q, logp, old_logp, adv, mask, clip_low, clip_high)
+
+
+def dppo_kl(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 0.05, clip_high: float = 0.05) -> Out:
+    """`dppo_tv` whose bounds are on the KL of "this token or another" instead.
+
+        x = −sg[min(r, 20)] · A · logp;   0 where A > 0, p > q and D > clip_high, or A < 0, p < q and D > clip_low
+        D = q·(old_logp − logp) + (1−q)·log((1−q+10^(−8))/(1−p+10^(−8)))
+
+    p = e^logp, q = e^old_logp;  clip_low, clip_high >= 0: nats.  DPPO, arXiv 2602.04879.
+    """
+    live, old = (jnp.minimum(masked(stop_gradient(l), mask), 0.0) for l in (logp, old_logp))
+    d, q, other = log_ratio(live, old, mask), jnp.exp(old), lambda l: jnp.log(1e-8 - jnp.expm1(l))
+    divergence = -q * d + (1 - q) * (other(old) - other(live))
+    return _until(jnp.sign(d) * divergence, logp, old_logp, adv, mask, clip_low, clip_high)
 
 
 # --- response by response
@@ -162,9 +212,9 @@ def gspo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 3e-4,
 
     clip_low, clip_high: as in `ppo_clip`, but smaller, as a mean moves less.  GSPO, arXiv 2507.18071 eq. 5.
     """
-    _check_clips(clip_low, clip_high)
-    s = jnp.exp(_mean(_log_ratio(logp, old_logp, mask), mask))
-    return jnp.where(mask, _surrogate(s, _mean(stop_gradient(adv), mask), 1 - clip_low, 1 + clip_high, None), 0.0)
+    check_clips(clip_low, clip_high)
+    s = jnp.exp(mean(log_ratio(logp, old_logp, mask), mask))
+    return jnp.where(mask, _surrogate(s, mean(stop_gradient(adv), mask), 1 - clip_low, 1 + clip_high, None), 0.0)
 
 
 def gspo_token(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Out:
@@ -174,10 +224,21 @@ def gspo_token(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float =
 
     clip_low, clip_high: as in `gspo`.  GSPO-token, arXiv 2507.18071 eq. 13.
     """
-    _check_clips(clip_low, clip_high)
-    d = _log_ratio(logp, old_logp, mask)
-    s = stop_gradient(jnp.exp(_mean(d, mask))) * jnp.exp(d - stop_gradient(d))
-    return _surrogate(s, _masked(stop_gradient(adv), mask), 1 - clip_low, 1 + clip_high, None)
+    check_clips(clip_low, clip_high)
+    d = log_ratio(logp, old_logp, mask)
+    s = stop_gradient(jnp.exp(mean(d, mask))) * jnp.exp(d - stop_gradient(d))
+    return _surrogate(s, masked(stop_gradient(adv), mask), 1 - clip_low, 1 + clip_high, None)
+
+
+def luspo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip_low: float = 2e-3, clip_high: float = 2.5e-3) -> Out:
+    """GSPO times the response's length: a token of a long response weighs as much as one of a short response.
+
+        x = −n · min(s·A, clip(s, 1−clip_low, 1+clip_high)·A),   s = exp(mean_t d)
+
+    clip_low, clip_high: as in `gspo`.  LUSPO, arXiv 2602.05261.
+    """
+    value = gspo(logp, old_logp, adv, mask, clip_low=clip_low, clip_high=clip_high)
+    return jnp.sum(mask, axis=1, keepdims=True) * value
 
 
 def gmpo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip: float = 0.4) -> Out:
@@ -188,10 +249,10 @@ def gmpo(logp: In, old_logp: In, adv: In, mask: Mask, *, clip: float = 0.4) -> O
     Clipped tokens have no gradient and still count in the mean.  clip > 0: in nats.  GMPO, arXiv 2507.20673.
     """
     expect(clip > 0, "clip", clip, "a number > 0")
-    d = _log_ratio(logp, old_logp, mask)
-    a = _mean(stop_gradient(adv), mask)
+    d = log_ratio(logp, old_logp, mask)
+    a = mean(stop_gradient(adv), mask)
     clipped = jnp.where((a > 0) & (d > clip), clip, jnp.where((a < 0) & (d < -clip), -clip, d))
-    return jnp.where(mask, -a * jnp.exp(_mean(clipped, mask)), 0.0)
+    return jnp.where(mask, -a * jnp.exp(mean(clipped, mask)), 0.0)
 
 
 def rspo(
@@ -205,8 +266,8 @@ def rspo(
     log_router_ratio: [B,T], <= 0, nats; 0 where the routers agree;  gamma_min in (0, 1].  RSPO, arXiv 2510.23027 v2.
     """
     expect(0 < gamma_min <= 1, "gamma_min", gamma_min, "a number in (0, 1]")
-    log_gamma = jnp.maximum(_masked(log_router_ratio, mask), log(gamma_min))  # detached with old_logp
-    return gmpo(logp, _masked(old_logp, mask) - log_gamma, adv, mask, clip=clip)
+    log_gamma = jnp.maximum(masked(log_router_ratio, mask), log(gamma_min))  # detached with old_logp
+    return gmpo(logp, masked(old_logp, mask) - log_gamma, adv, mask, clip=clip)
 
 
 def opmd(logp: In, old_logp: In, adv: In, mask: Mask, *, tau: float = 0.1) -> Out:
@@ -218,8 +279,8 @@ def opmd(logp: In, old_logp: In, adv: In, mask: Mask, *, tau: float = 0.1) -> Ou
     """
     expect(tau >= 0, "tau", tau, "a number >= 0")
     total = lambda x: jnp.sum(x, axis=1, keepdims=True)
-    squared = total(_log_ratio(logp, old_logp, mask)) ** 2
-    return jnp.where(mask, -_mean(stop_gradient(adv), mask) * total(_masked(logp, mask)) + tau / 2 * squared, 0.0)
+    squared = total(log_ratio(logp, old_logp, mask)) ** 2
+    return jnp.where(mask, -mean(stop_gradient(adv), mask) * total(masked(logp, mask)) + tau / 2 * squared, 0.0)
 
 
 # --- chosen tokens
@@ -243,89 +304,24 @@ def kl_cov(logp: In, old_logp: In, adv: In, mask: Mask, *, selected: Mask, coef:
     selected: of `select_cov`;  coef >= 0.  KL-Cov, arXiv 2505.22617.
     """
     expect(coef >= 0, "coef", coef, "a number >= 0")
-    d = _log_ratio(logp, old_logp, mask)
-    return -jnp.exp(d) * _masked(stop_gradient(adv), mask) + jnp.where(selected, coef * _abs(d), 0.0)
-
-
-def select_cov(
-    logp: In,
-    adv: In,
-    mask: Mask,
-    *,
-    frac: float = 2e-4,
-    low: float | None = None,
-    high: float | None = None,
-    key: Array | None = None,
-    eligible: Mask | None = None,
-) -> Bool[Array, "B T"]:
-    """k tokens by the covariance of log-prob and advantage, over the whole optimiser batch.
-
-        cov = (A − mean A)·(logp − mean logp),   k = max(1, round(frac·Σ mask)),   means over all trained tokens
-
-    Candidates have low < cov < high where given and are `eligible`. Between bounds, a `key` draws k of them; otherwise
-    the k of largest cov are taken, earlier tokens first among equals. Fewer than k candidates are all taken.
-    frac in (0, 1].  arXiv 2505.22617.
-    """
-    expect(0 < frac <= 1, "frac", frac, "a number in (0, 1]")
-    n = jnp.maximum(jnp.sum(mask), 1)
-    centred = lambda x: _masked(x - jnp.sum(x) / n, mask)
-    cov = centred(_masked(adv, mask)) * centred(_masked(logp, mask))
-    candidate = mask if eligible is None else mask & eligible
-    candidate = candidate if low is None else candidate & (cov > low)
-    candidate = candidate if high is None else candidate & (cov < high)
-    drawn = key is not None and (low is not None or high is not None)
-    return _largest(jax.random.uniform(key, cov.shape) if drawn else cov, candidate, frac, mask)
-
-
-def select_clip_cov(
-    logp: In,
-    old_logp: In,
-    adv: In,
-    mask: Mask,
-    *,
-    key: Array,
-    frac: float = 2e-4,
-    low: float = 1.0,
-    high: float = 5.0,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> Bool[Array, "B T"]:
-    """Clip-Cov's choice: k tokens at random among those with low < cov < high that PPO's clip has not stopped already.
-
-        select_cov(…, key, eligible = not stopped),   stopped = A > 0 and r > 1+clip_high, or A < 0 and r < 1−clip_low
-
-    clip_low, clip_high: the loss's.  arXiv 2505.22617.
-    """
-    _check_clips(clip_low, clip_high)
-    ratio, a = jnp.exp(_log_ratio(logp, old_logp, mask)), _masked(adv, mask)
-    stopped = ((a > 0) & (ratio > 1 + clip_high)) | ((a < 0) & (ratio < 1 - clip_low))
-    return select_cov(logp, adv, mask, frac=frac, low=low, high=high, key=key, eligible=~stopped)
-
-
-def top_entropy(entropy: In, mask: Mask, *, frac: float = 0.2) -> Bool[Array, "B T"]:
-    """The tokens where the policy is least sure: those of highest entropy in the whole optimiser batch.
-
-        the max(1, round(frac·Σ mask)) trained tokens of largest entropy
-
-    As a `token_filter` it edits the mask, so that the dropped tokens leave the denominators too.
-    entropy: [B,T], nats;  frac in (0, 1].  arXiv 2506.01939.
-    """
-    expect(0 < frac <= 1, "frac", frac, "a number in (0, 1]")
-    return _largest(_masked(entropy, mask), mask, frac, mask)
+    d = log_ratio(logp, old_logp, mask)
+    return -jnp.exp(d) * masked(stop_gradient(adv), mask) + jnp.where(selected, coef * _abs(d), 0.0)
 
 
 # --- KL and value
-def kl(logp: In, ref_logp: In, mask: Mask, kind: str = "k3") -> Out:
+def kl(logp: In, ref_logp: In, mask: Mask, kind: str = "k3", *, old_logp: In | None = None) -> Out:
     """Per-token estimates of KL(policy ‖ reference) from tokens that the policy drew, in nats.
 
         u = logp − ref_logp;   k1 = u;   k2 = u²/2;   k3 = e^(−u) − 1 + u;   abs = |u|
 
     "k1+" and "k3+" have the value of k1, k3 and the gradient of k2. As losses on sampled tokens k1's expected gradient
     is 0, that of k2 is the gradient of KL(policy ‖ reference), and that of k3 the gradient of KL(reference ‖ policy).
-    kind: one of KL_KINDS.  Schulman 2020; k3 in arXiv 2402.03300 eq. 4.
+    With old_logp, of the policy that drew the tokens, the estimate is multiplied by the live ratio r = e^(logp −
+    old_logp): then k1 and k3 have both KL(policy ‖ reference) and its gradient as their expectation.
+    kind: one of KL_KINDS.  Schulman 2020; k3 in arXiv 2402.03300 eq. 4; r·k3 in DeepSeek-V3.2, 2512.02556.
     """
     expect(kind in KL_KINDS, "kind", kind, f"one of {', '.join(KL_KINDS)}")
-    u = _log_ratio(logp, ref_logp, mask)
+    u = log_ratio(logp, ref_logp, mask)
     k2 = u**2 / 2
     if kind == "k2":
         value = k2
@@ -335,7 +331,7 @@ def kl(logp: In, ref_logp: In, mask: Mask, kind: str = "k3") -> Out:
         value = u if kind.startswith("k1") else jnp.expm1(-u) + u  # expm1: e^(−u) − 1 loses all digits near u = 0
     if kind.endswith("+"):
         value = stop_gradient(value) + (k2 - stop_gradient(k2))
-    return value
+    return value if old_logp is None else jnp.exp(log_ratio(logp, old_logp, mask)) * value
 
 
 def value_loss(values: In, old_values: In, returns: In, mask: Mask, clip: float | None = 0.2) -> Out:
@@ -346,11 +342,11 @@ def value_loss(values: In, old_values: In, returns: In, mask: Mask, clip: float 
     values, old_values, returns: [B,T], in units of reward; gradient through `values` only;  clip > 0, None for the
     plain squared error.  arXiv 1707.06347, as in its authors' implementation.
     """
-    v, target = _masked(values, mask), _masked(stop_gradient(returns), mask)
+    v, target = masked(values, mask), masked(stop_gradient(returns), mask)
     error = (v - target) ** 2
     if clip is not None:
         expect(clip > 0, "clip", clip, "None or a number > 0")
-        old = _masked(stop_gradient(old_values), mask)
+        old = masked(stop_gradient(old_values), mask)
         clipped = (jnp.clip(v, old - clip, old + clip) - target) ** 2
         error = jnp.where(clipped > error, clipped, error)
     return error / 2
@@ -367,43 +363,19 @@ def _surrogate(ratio: Array, a: Array, low: Array | float, high: Array | float, 
     return -objective
 
 
-def _masked(x: In, mask: Mask) -> Out:
-    """x in float32 with 0 under the mask.
-
-    This comes before the arithmetic: with a `where` on the result alone the gradient would still be 0·inf = nan. A
-    masked token thus has log ratio 0 and advantage 0, for which every loss is 0.
-    """
-    return jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0)
-
-
-def _log_ratio(logp: In, old_logp: In, mask: Mask) -> Out:
-    """logp − sg[old_logp] in nats: 0 under the mask, clipped (without gradient) to ±LOG_RATIO_LIMIT."""
-    d = _masked(logp, mask) - _masked(stop_gradient(old_logp), mask)
-    return jnp.where(jnp.abs(d) > LOG_RATIO_LIMIT, jnp.sign(d) * LOG_RATIO_LIMIT, d)
-
-
-def _mean(x: In, mask: Mask) -> Float[Array, "B 1"]:
-    """Mean over the trained tokens of each response, 0 where there are none."""
-    n = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
-    return jnp.sum(_masked(x, mask), axis=1, keepdims=True) / n
+def _until(moved: Array, logp: In, old_logp: In, adv: In, mask: Mask, clip_low: float, clip_high: float) -> Out:
+    """−sg[min(r, RATIO_CAP)]·A·logp, and 0 where `moved` is past the bound on A's side."""
+    expect(clip_low >= 0, "clip_low", clip_low, "a number >= 0")
+    expect(clip_high >= 0, "clip_high", clip_high, "a number >= 0")
+    a = masked(adv, mask)
+    too_far = ((a > 0) & (moved > clip_high)) | ((a < 0) & (moved < -clip_low))  # not its opposite: nan stays nan
+    ratio = jnp.exp(log_ratio(stop_gradient(logp), old_logp, mask))
+    return jnp.where(too_far, 0.0, jnp.minimum(ratio, RATIO_CAP) * reinforce(logp, old_logp, adv, mask))
 
 
 def _abs(d: Out) -> Out:
     """|d| with gradient 0 at 0: jnp.abs has 1 there, a push where the two policies agree."""
     return d * jnp.sign(d)
-
-
-def _largest(score: Out, candidate: Mask, frac: float, mask: Mask) -> Bool[Array, "B T"]:
-    """The max(1, round(frac·Σ mask)) candidates of largest score."""
-    k = jnp.maximum(1, jnp.round(frac * jnp.sum(mask)).astype(jnp.int32))
-    order = jnp.argsort(jnp.where(candidate, -score, jnp.inf).reshape(-1))  # stable: earlier tokens first among equals
-    rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
-    return candidate & (rank < k).reshape(candidate.shape)
-
-
-def _check_clips(clip_low: float, clip_high: float) -> None:
-    expect(0 <= clip_low <= 1, "clip_low", clip_low, "a number in [0, 1]")
-    expect(clip_high >= 0, "clip_high", clip_high, "a number >= 0")
 
 
 def _check_dual_clip(dual_clip: float | None) -> None:

@@ -159,7 +159,7 @@ def _public(module: ModuleType) -> list[Callable]:
     return [fn for fn in vars(module).values() if here(fn)]
 
 
-OURS = {fn.__name__ for module in (losses, advantages, corrections) for fn in _public(module)}
+OURS = {fn.__name__ for module in (losses, filters, advantages, corrections) for fn in _public(module)}
 
 
 def _paragraphs(doc: str, block: bool | None = None) -> list[str]:

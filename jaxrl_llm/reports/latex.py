@@ -11,7 +11,7 @@ SIGNS = {
     "·": r" \cdot ", "−": "-", "<=": r"\le", ">=": r"\ge", "≥": r"\ge", "≠": r"\ne", "∈": r"\in", "←": r"\leftarrow",
     "  ": r"\quad ", "½": r"\tfrac{1}{2}", "²": "^2", "Σ": r"\sum", "…": r"\ldots", "#": r"\#", "1[": r"\mathbf{1}[",
     "α": r"\alpha", "β": r"\beta", "γ": r"\gamma", "δ": r"\delta", "κ": r"\kappa", "λ": r"\lambda", "π": r"\pi",
-    "ρ": r"\rho", "σ": r"\sigma", "τ": r"\tau",
+    "ρ": r"\rho", "σ": r"\sigma", "τ": r"\tau", "φ": r"\varphi",
 }  # fmt: skip
 _WORD = re.compile(r"[A-Za-z]+'s|[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)*'*")
 _SUBSCRIPT = re.compile(r"_(?:\{([^}]*)\}|([A-Za-z0-9]+'*))")

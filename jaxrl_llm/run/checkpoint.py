@@ -10,7 +10,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,21 +128,28 @@ class Checkpoints:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             raise OSError(f"checkpoint {self._writing} in {self.folder} was not written ({why})") from error
 
-    def restore(self, like: Any, warn: Callable[[str], None]) -> Restored | None:
+    def restore(self, like: Any, warn: Callable[[str], None], *, partial: bool = False) -> Restored | None:
         """The newest whole checkpoint, placed and shaped `like` (arrays or ShapeDtypeStructs); None if none was saved.
 
         One that is damaged is reported through `warn`, and the one before it is tried. When that is whole, the damaged
         ones are renamed `<step>.unreadable`, so that their steps can be written again. Raises Damaged when none is
         whole, and RuntimeError when one cannot be read for another reason; neither changes anything.
+        `partial`: `like` is a dataclass, and only those of the state's fields are read that are not None in it.
         """
         shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
-        state, json_ = ocp.args.StandardRestore(jax.tree.map(shaped, like)), ocp.args.JsonRestore()
+        like = jax.tree.map(shaped, like)
+        state, json_ = ocp.args.StandardRestore(like), ocp.args.JsonRestore()
+        if partial:
+            given = {name: x for name, x in vars(like).items() if x is not None}
+            placed = ocp.checkpoint_utils.construct_restore_args(given)
+            state = ocp.args.PyTreeRestore(given, restore_args=placed, partial_restore=True)
         args = ocp.args.Composite(state=state, host=json_, checksums=json_)
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
             try:
                 found = self._manager.restore(step, args=args)
-                for name, checksum in checksums(found["state"], found["host"]).items():
+                restored = replace(like, **found["state"]) if partial else found["state"]
+                for name, checksum in checksums(restored, found["host"]).items():
                     if checksum != found["checksums"].get(name):
                         raise Damaged(f"the checksum of {name} is not what was saved")
             except Exception as error:
@@ -158,7 +165,7 @@ class Checkpoints:
                     shutil.rmtree(aside, ignore_errors=True)
                     (self.folder / str(bad)).rename(aside)
                 self._manager.reload()
-            return Restored(found["state"], found["host"], step)
+            return Restored(restored, found["host"], step)
         earlier = sorted(p.name for p in self.folder.glob("*.unreadable"))
         if damaged or earlier:
             listed = "; ".join([*(f"{step}: {why}" for step, why in damaged.items()), *earlier])

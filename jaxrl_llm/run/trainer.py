@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
-from jaxrl_llm.learner.learner import Learner, build, fresh_state, learn_batch, update, update_critic
+from jaxrl_llm.learner.learner import Learner, build, fresh_state, learn_batch, update, update_critic, with_teacher
 from jaxrl_llm.learner.optim import updates_applied
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.run import evals, folder, metrics, sft
@@ -151,6 +151,7 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
             folder.record(config, out, source)
         learner = build(config)
         with jax.set_mesh(learner.mesh):
+            learner = with_teacher(learner)
             base = sft.prime(config, out / "base", learner.mesh, stopping) if config.prime else None
             state, at = fresh_state(learner, base), Position()
             if config.algorithm.needs_reference and state.reference is None:

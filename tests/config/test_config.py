@@ -444,6 +444,7 @@ def test_every_method_runs_on_the_laptop_experiment_or_says_what_to_set(name):
     laptop, assignments = ROOT / "experiments" / "laptop_dapo.py", []
     values = {  # of what the message names
         "rollout.max_prompt_tokens": "512", "algorithm.shaping.length_reward.cache_len": "16",
+        "teacher": "jaxrl_llm.run.teachers:run",
     }  # fmt: skip
     for _ in range(3):
         try:

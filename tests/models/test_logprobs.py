@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.models.logprobs import reverse_kl, token_logprobs
 
 B, T, D, V = 3, 7, 5, 11
 TEMPERATURE = 0.6
@@ -163,3 +163,98 @@ def test_temperature_must_be_positive(case, temperature):
 def test_chunk_must_be_positive(case, chunk):
     with pytest.raises(ValueError, match=f"chunk is {chunk}"):
         token_logprobs(*case, chunk=chunk)
+
+
+# --- the divergence from a teacher ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    """Another width than the policy's."""
+    rng = np.random.default_rng(7)
+    return rng.normal(size=(B, T, D + 2)).astype(np.float32), rng.normal(size=(D + 2, V)).astype(np.float32)
+
+
+def probabilities(hidden, head, temperature):
+    z = hidden.astype(np.float64) @ head.astype(np.float64) / temperature
+    p = np.exp(z - z.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def loop_kl(case, teacher, temperature):
+    """A token at a time, in float64."""
+    p, q = probabilities(*case[:2], temperature), probabilities(*teacher, temperature)
+    return np.array(
+        [[sum(x * np.log(x / y) for x, y in zip(p[b, t], q[b, t], strict=True)) for t in range(T)] for b in range(B)]
+    )
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_reverse_kl_float64_loops(case, teacher, chunk):
+    for temperature in (1.0, TEMPERATURE):
+        got = reverse_kl(*case[:2], *teacher, temperature=temperature, chunk=chunk)
+        assert (got.dtype, got.shape) == (jnp.float32, (B, T))
+        np.testing.assert_allclose(got, loop_kl(case, teacher, temperature), rtol=3e-6, atol=4e-6)
+
+
+def test_reverse_kl_of_the_policy_itself_is_zero_and_flat(case):
+    kl, pull = jax.vjp(lambda h, w: reverse_kl(h, w, *case[:2]), *case[:2])
+    np.testing.assert_allclose(kl, np.zeros((B, T)), atol=1e-6)
+    for g in pull(jnp.ones((B, T))):
+        np.testing.assert_allclose(g, np.zeros(g.shape), atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_reverse_kl_s_gradient_is_the_closed_form(case, teacher, chunk):
+    # For z = hidden·head/τ:  ∂KL/∂z = π·(log π − log π_T − KL); none for the teacher
+    hidden, head, _ = case
+    u = np.random.default_rng(1).normal(size=(B, T))
+    p, q = probabilities(hidden, head, TEMPERATURE), probabilities(*teacher, TEMPERATURE)
+    dz = u[..., None] * p * (np.log(p / q) - loop_kl(case, teacher, TEMPERATURE)[..., None])
+    expected = (dz @ head.T.astype(np.float64) / TEMPERATURE, np.einsum("btd,btv->dv", hidden, dz) / TEMPERATURE)
+    total = lambda *arrays: jnp.sum(u * reverse_kl(*arrays, temperature=TEMPERATURE, chunk=chunk))
+    got = jax.grad(total, argnums=(0, 1, 2, 3))(hidden, head, *teacher)
+    for x, y in zip(got, expected, strict=False):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+    assert not any(np.any(x) for x in got[2:])
+
+
+@pytest.mark.parametrize("wider", ["policy", "teacher"])
+def test_columns_that_only_one_head_has_stand_for_no_token(case, teacher, wider):
+    """Padding of the vocabulary, to which neither gives weight."""
+    pad = lambda head: np.pad(head, ((0, 0), (0, 3)))
+    hidden, head, _ = case
+    own, other = np.abs(hidden) + 1, np.abs(teacher[0]) + 1
+    padded = lambda head: np.concatenate([head, np.full((head.shape[0], 3), -30, np.float32)], axis=1)
+    plain = reverse_kl(own, head, other, teacher[1])
+    if wider == "policy":
+        got = reverse_kl(own, padded(head), other, teacher[1])
+    else:
+        got = reverse_kl(own, head, other, padded(teacher[1]))
+    np.testing.assert_allclose(got, plain, rtol=1e-5, atol=1e-5)
+    assert np.abs(reverse_kl(own, pad(head), other, teacher[1]) - plain).max() > 0.01  # some weight: it is missed
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_reverse_kl_never_holds_all_tokens_times_vocabulary(backward):
+    b, t, d, v, chunk = 4, 16, 3, 40, 8
+    shapes = [jax.ShapeDtypeStruct(s, np.float32) for s in ((b, t, d), (d, v)) * 2]
+
+    def total(chunk, *arrays):
+        return jnp.sum(reverse_kl(*arrays, chunk=chunk) ** 2)
+
+    def largest(chunk):
+        f = partial(jax.grad(total, argnums=(1, 2)) if backward else total, chunk)
+        compiled = jax.jit(f).lower(*shapes).compile().as_text()
+        in_hlo = [np.prod([int(n) for n in s.split(",")]) for s in re.findall(r"\w\d+\[([\d,]+)\]", compiled)]
+        return max(sizes(jax.make_jaxpr(f)(*shapes).jaxpr)), max(in_hlo)
+
+    assert largest(b * t) == (b * t * v,) * 2
+    assert max(largest(chunk)) <= chunk * v
+
+
+def test_reverse_kl_s_arguments(case, teacher):
+    with pytest.raises(ValueError, match="temperature is 0.0"):
+        reverse_kl(*case[:2], *teacher, temperature=0.0)
+    with pytest.raises(ValueError, match="chunk is 0"):
+        reverse_kl(*case[:2], *teacher, chunk=0)

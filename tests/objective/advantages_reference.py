@@ -96,6 +96,19 @@ def gpg(rewards):
     return np.array([[alpha * a for a in centred(group)] for group in table])
 
 
+def gdpo(parts, weights=None, eps=1e-6, ddof=1, kept=None):
+    prompts, size, n = parts.shape
+    weights = [1.0] * n if weights is None else weights
+    total = np.zeros((prompts, size))
+    for p in range(prompts):
+        for k in range(n):
+            group = [float(r) for r in parts[p, :, k]]
+            std = spread(group, ddof) + eps
+            total[p] += [weights[k] * (a and a / std) for a in centred(group)]
+    rows = np.repeat((np.ones(prompts, bool) if kept is None else kept)[:, None], size, axis=1)
+    return np.where(total == 0, 0.0, whiten(total, rows))
+
+
 def dcpo_sas(rewards, seen, prompt_ids, eps=1e-6, ddof=1):
     """`seen`: prompt -> every reward it got so far, in order; this batch is added to it."""
     rows = []

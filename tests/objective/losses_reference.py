@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-COUPLED = ("gspo", "gmpo", "rspo", "opmd")
+COUPLED = ("gspo", "luspo", "gmpo", "rspo", "opmd")
 LIMIT = 80.0  # nats
 
 
@@ -161,6 +161,52 @@ def topr(logp, old, adv, mask):
     return by_response(rule, mask, logp, old, adv)
 
 
+def vespo(logp, old, adv, mask, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0):
+    def rule(ls, os, advs):
+        total = sum(held(l, o)[0] for l, o in zip(ls, os, strict=True))
+        total = math.log(1e-8) if total < math.log(1e-8) else 20.0 if total > 20 else total
+        w = math.exp(total)
+        choices = [(k_pos, lambda_pos) if a >= 0 else (k_neg, lambda_neg) for a in advs]
+        slopes = [-(w**k) * math.exp(lam * (1 - w)) * a for (k, lam), a in zip(choices, advs, strict=True)]
+        return [s * l for s, l in zip(slopes, ls, strict=True)], slopes
+
+    return by_response(rule, mask, logp, old, adv)
+
+
+def probability(l):
+    return math.exp(l) if l < 0 else 1.0
+
+
+def stopped_where(too_far):
+    """The policy gradient with a ratio of at most 20, but nothing where too_far(p, q, a, clip_low, clip_high)."""
+
+    def loss(logp, old, adv, mask, **clips):
+        def rule(l, o, a):
+            if too_far(probability(l), probability(o), a, **clips):
+                return 0.0, 0.0
+            r = math.exp(held(l, o)[0])
+            weight = r if r < 20 else 20.0
+            return -weight * a * l, -weight * a
+
+        return by_token(rule, mask, logp, old, adv)
+
+    return loss
+
+
+def binary_kl(p, q):
+    return q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+
+
+dppo_tv = stopped_where(
+    lambda p, q, a, clip_low=0.2, clip_high=0.2: (a > 0 and p - q > clip_high) or (a < 0 and q - p > clip_low)
+)
+dppo_kl = stopped_where(
+    lambda p, q, a, clip_low=0.05, clip_high=0.05: (
+        (a > 0 and p > q and binary_kl(p, q) > clip_high) or (a < 0 and p < q and binary_kl(p, q) > clip_low)
+    )
+)
+
+
 def gpg(logp, old, adv, mask):
     return by_token(lambda l, a: (-a * l, -a), mask, logp, adv)
 
@@ -208,6 +254,12 @@ def gspo(logp, old, adv, mask, clip_low=3e-4, clip_high=4e-4):
         return x, [x * live * slope / n for slope in slopes]
 
     return by_response(rule, mask, logp, old, adv)
+
+
+def luspo(logp, old, adv, mask, clip_low=2e-3, clip_high=2.5e-3):
+    x, h = gspo(logp, old, adv, mask, clip_low, clip_high)
+    n = mask.sum(axis=1)[:, None]
+    return n * x, n * h
 
 
 def gspo_token(logp, old, adv, mask, clip_low=3e-4, clip_high=4e-4):

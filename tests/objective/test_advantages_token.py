@@ -13,6 +13,7 @@ from hypothesis.extra.numpy import arrays
 from jaxtyping import TypeCheckError
 
 from jaxrl_llm.objective.advantages import (
+    distilled,
     dr_grpo,
     gae,
     length_adaptive_gae,
@@ -321,6 +322,33 @@ def test_reweight():
     close(reweight(np.ones((1, 2)), np.array([[-np.inf, -1e4]])), np.full((1, 2), 0.7))  # an unlikely token
     garbage = np.array([[np.nan, np.inf, 1e4, -np.inf]], np.float32)  # under the mask, where the advantage is 0
     np.testing.assert_array_equal(reweight(np.zeros((1, 4)), garbage), np.zeros((1, 4)))
+
+
+# ---- distillation ----
+
+
+def test_distilled():
+    """The teacher's log-prob less the policy's, beside the advantage, on trained tokens."""
+    adv, old = np.array([[0.5, 0.5, 0.5]]), np.array([[-1.0, -2.0, -1.0]])
+    teacher, mask = np.array([[-1.25, -0.5, 7.0]]), np.array([[True, True, False]])
+    np.testing.assert_allclose(distilled(adv, old, teacher, mask), [[0.25, 2.0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(distilled(0 * adv, old, teacher, mask, coef=2.0), [[-0.5, 3.0, 0]], rtol=1e-6)
+    garbage = [np.where(mask, x, np.nan) for x in (adv, old, teacher)]
+    np.testing.assert_array_equal(distilled(*garbage, mask), distilled(adv, old, teacher, mask))
+    np.testing.assert_array_equal(distilled(adv, old, teacher, mask, coef=0.0), np.where(mask, adv, 0))
+    assert np.isfinite(distilled(adv, old, np.full((1, 3), -1e30), mask)).all()
+    with pytest.raises(ValueError, match="coef is -0.1"):
+        distilled(adv, old, teacher, mask, coef=-0.1)
+
+
+def test_distilled_s_expected_gradient_is_the_reverse_kl_s():
+    rng = np.random.default_rng(3)
+    logits, teacher = jnp.asarray(rng.normal(size=6)), jax.nn.log_softmax(jnp.asarray(rng.normal(size=6)))
+    p, logp, mask = jax.nn.softmax(logits), jax.nn.log_softmax(logits), np.ones((1, 6), bool)
+    adv = distilled(np.zeros((1, 6)), logp[None], teacher[None], mask)[0]
+    g = jax.grad(lambda z: -(p * adv * jax.nn.log_softmax(z)).sum())(logits)
+    exact = jax.grad(lambda z: (jax.nn.softmax(z) * (jax.nn.log_softmax(z) - teacher)).sum())(logits)
+    np.testing.assert_allclose(g, exact, atol=1e-6)
 
 
 # ---- what must not change the answer ----

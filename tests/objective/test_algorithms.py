@@ -14,6 +14,7 @@ from jaxrl_llm import config
 from jaxrl_llm.objective import advantages, corrections, filters, losses
 from jaxrl_llm.objective.algorithms import ALGORITHMS, ARRAYS, Algorithm, Critic, PromptChoice, Shaping, Updates, call
 from jaxrl_llm.rewards import length
+from jaxrl_llm.run import teachers
 
 GRPO = {"advantage": advantages.grpo, "loss": losses.ppo_clip, "norm": "token"}
 
@@ -106,6 +107,14 @@ def test_a_reference_policy_is_needed_only_when_its_kl_counts():
     assert Algorithm(**GRPO, kl="k3", kl_coef=0.1).needs_reference
 
 
+def test_a_teacher_is_needed_only_when_it_is_listened_to():
+    assert not Algorithm(**GRPO).needs_teacher
+    assert Algorithm(**GRPO, distill_coef=0.5).needs_teacher
+    assert Algorithm(**GRPO, token_advantage=advantages.distilled).needs_teacher
+    bound = partial(advantages.distilled, teacher_logp=None)
+    assert not Algorithm(**GRPO, token_advantage=bound).needs_teacher
+
+
 def test_call_passes_only_what_the_signature_names():
     seen = {}
 
@@ -140,7 +149,7 @@ def row(value):
 
 
 def test_no_two_rows_are_equal_and_each_is_cited():
-    assert len(ALGORITHMS) == 37
+    assert len(ALGORITHMS) == 44
     for (name, a), (other, b) in combinations(ALGORITHMS.items(), 2):
         assert row(a) != row(b), f"{name} and {other} are one method"
     assert all(a.paper for a in ALGORITHMS.values())
@@ -152,9 +161,11 @@ def test_every_row_is_a_config_and_survives_json():
     for name, a in ALGORITHMS.items():
         a = replace(a, **short) if name in ("dapo", "cispo") else a
         rollout = replace(base.rollout, prompts=48)
-        whole = config.validate(replace(base, algorithm=a, rollout=rollout, micro_batches=1))
+        teacher = partial(teachers.run, folder="runs/mine") if a.needs_teacher else None
+        whole = config.validate(replace(base, algorithm=a, rollout=rollout, micro_batches=1, teacher=teacher))
         again = config.from_json(json.loads(json.dumps(config.to_json(whole))))
         assert row(again.algorithm) == row(a), name
+        assert (again.teacher is None) == (teacher is None), name
 
 
 @pytest.mark.parametrize(
@@ -193,6 +204,21 @@ def test_every_row_is_a_config_and_survives_json():
         ({"critic": Critic()}, "algorithm.critic is set; expected it exactly when token_advantage names 'values'"),
         ({"advantage": advantages.dcpo_sas}, "algorithm.memory is None; expected it exactly when advantage names"),
         ({"loss": losses.clip_cov}, "algorithm.updates.select is None; expected it exactly when loss names 'selected'"),
+        (
+            {"loss": losses.vespo, "correction": corrections.tis},
+            "algorithm.correction is tis; expected algorithm.bypass, which makes the sampler's log-probs part",
+        ),
+        (
+            {"kl": "k2", "kl_coef": 0.1, "kl_unbiased": True},
+            "algorithm.kl_unbiased is True and algorithm.kl is 'k2', kl_in 'loss'; expected 'k1' or 'k3' in the loss",
+        ),
+        ({"kl": "k3", "kl_coef": 0.1, "kl_in": "reward", "kl_unbiased": True}, "kl_in 'reward'; expected"),
+        ({"distill_coef": -1.0}, "algorithm.distill_coef is -1.0; expected at least 0"),
+        ({"advantage": advantages.gdpo}, "algorithm.shaping.parts is None; expected it exactly when advantage names"),
+        (
+            {"shaping": Shaping(parts=("a",))},
+            "algorithm.shaping.parts is set; expected it exactly when advantage names",
+        ),
     ],
 )
 def test_choices_that_do_not_go_together(fields, message):
@@ -311,6 +337,26 @@ PAPERS = {
         "kl_coef": 0.001, "updates_per_batch": 4,
     },
     "passk_grpo": {"advantage": "passk", "loss": PLAIN_CLIP, "norm": "sequence", "updates_per_batch": 4},
+    "dppo_tv": {
+        "advantage": "dr_grpo", "loss": ("dppo_tv", {"clip_low": 0.2, "clip_high": 0.2}), "norm": "token",
+        "bypass": True, "updates_per_batch": 8,
+    },
+    "dppo_kl": {
+        "advantage": "dr_grpo", "loss": ("dppo_kl", {"clip_low": 0.05, "clip_high": 0.05}), "norm": "token",
+        "bypass": True, "updates_per_batch": 8,
+    },
+    "luspo": {
+        "advantage": STD, "loss": ("luspo", {"clip_low": 2e-3, "clip_high": 2.5e-3}), "norm": "sequence",
+        "updates_per_batch": 4,
+    },
+    "vespo": {
+        "advantage": "dr_grpo", "norm": "token", "bypass": True, "updates_per_batch": 8,
+        "loss": ("vespo", {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}),
+    },
+    "gdpo": {
+        "advantage": "gdpo", "parts": ("correct", "format"), "loss": PLAIN_CLIP,
+        "norm": "sequence", "updates_per_batch": 4,
+    },
     "ar": {
         "advantage": STD, "token_advantage": ("reweight", {"alpha": 0.3}), "loss": AR_CLIP, "norm": "token",
         "kl": "k3", "kl_coef": 0.001, "updates_per_batch": 2,
@@ -327,6 +373,11 @@ PAPERS = {
     "kl_cov": {
         "advantage": STD, "loss": ("kl_cov", {"coef": 1.0}), "norm": "token",
         "select": ("select_cov", {"frac": 2e-3}), "group_filter": "mixed", "updates_per_batch": 8,
+    },
+    "opd": {"advantage": "zero", "loss": "reinforce", "norm": "token", "distill_coef": 1.0},
+    "opd_sampled": {
+        "advantage": "zero", "token_advantage": ("distilled", {"coef": 1.0}), "loss": PLAIN_CLIP, "norm": "token",
+        "bypass": True,
     },
     "olmo3": {
         "advantage": "dr_grpo", "loss": ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.272}), "norm": "token",
@@ -362,7 +413,7 @@ OFF = {
     "signed_reward": False, "reward": None, "format_reward": None, "length_reward": None, "length_coef": 1.0,
     "length_warmup": 0, "template": "none", "prioritized": False, "retire_above": None, "resample": True,
     "overlong_filter": False, "epochs": 1, "select": None, "token_filter": None, "phases": None,
-    "phase_weights": "batch",
+    "phase_weights": "batch", "parts": None, "kl_unbiased": False, "distill_coef": 0.0,
 }  # fmt: skip
 
 
@@ -381,28 +432,3 @@ def test_a_row_says_what_its_paper_says(name):
 
 def test_the_table_of_papers_has_every_row():
     assert list(PAPERS) == list(ALGORITHMS)
-
-
-# --- phases ----------------------------------------------------------------------------------------------------------
-
-
-def in_thirds(old_logp, mask):
-    return mask & (old_logp < -2), mask & (old_logp >= -2) & (old_logp < -1), mask & (old_logp >= -1)
-
-
-def all_at_once(old_logp, mask):
-    return (mask & (old_logp < 0),)
-
-
-def no_tuple(old_logp, mask):
-    return mask & (old_logp < 0)
-
-
-def test_the_number_of_phases_is_the_function_s_own():
-    of = lambda phases: Algorithm(**GRPO, updates_per_batch=4, updates=Updates(epochs=5, phases=phases))
-    counted = {fn: of(fn).steps_per_batch for fn in (None, all_at_once, filters.lopti_phases, in_thirds)}
-    assert list(counted.values()) == [20, 20, 40, 60]
-    assert of(partial(filters.lopti_phases, eta=0.1)).steps_per_batch == 40
-    assert Algorithm(**GRPO, updates=Updates(phases=all_at_once)).needs_old
-    with pytest.raises(ValueError, match="algorithm.updates.phases is .*no_tuple.*; expected one that returns a tuple"):
-        _ = of(no_tuple).steps_per_batch

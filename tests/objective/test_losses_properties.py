@@ -29,6 +29,7 @@ CASES = {
     "ppo_clip dual": plain(losses.ppo_clip, clip_high=0.28, dual_clip=1.5),
     "gspo": plain(losses.gspo, clip_low=0.5, clip_high=1.0),
     "gspo_token": plain(losses.gspo_token, clip_low=0.5, clip_high=1.0),
+    "luspo": plain(losses.luspo, clip_low=0.5, clip_high=1.0),
     "gmpo": plain(losses.gmpo),
     "rspo": lambda l, o, a, router, s, m: losses.rspo(l, o, a, m, log_router_ratio=router),
     "opmd": plain(losses.opmd),
@@ -38,12 +39,16 @@ CASES = {
     "sapo": plain(losses.sapo),
     "dcpo": plain(losses.dcpo),
     "topr": plain(losses.topr),
+    "vespo": plain(losses.vespo),
+    "dppo_tv": plain(losses.dppo_tv, clip_low=0.1, clip_high=0.3),
+    "dppo_kl": plain(losses.dppo_kl),
     "clip_cov": lambda l, o, a, r, selected, m: losses.clip_cov(l, o, a, m, selected=selected),
     "kl_cov": lambda l, o, a, r, selected, m: losses.kl_cov(l, o, a, m, selected=selected),
     "value_loss": plain(losses.value_loss),
     "value_loss unclipped": plain(losses.value_loss, clip=None),
 }
 CASES |= {f"kl {kind}": lambda l, o, a, r, s, m, kind=kind: losses.kl(l, o, m, kind) for kind in losses.KL_KINDS}
+CASES["kl unbiased"] = lambda l, o, a, router, s, m: losses.kl(l, router, m, old_logp=o)
 NAMES = list(CASES)
 NO_ADVANTAGE = [name for name in NAMES if name.startswith(("kl ", "value_loss"))]
 AFFINE = ("opmd", "kl_cov")  # a term without the advantage comes on top
@@ -228,6 +233,9 @@ def test_there_is_a_gradient(name):
         (0.0, plain(losses.ppo_clip, clip_low=0, clip_high=0)),
         (0.0, plain(losses.gspo, clip_low=0, clip_high=0)),
         (0.0, plain(losses.gspo_token, clip_low=0, clip_high=0)),
+        (0.0, plain(losses.luspo, clip_low=0, clip_high=0)),
+        (0.0, plain(losses.dppo_tv, clip_low=0, clip_high=0)),
+        (0.0, plain(losses.dppo_kl, clip_low=0, clip_high=0)),
         (0.0, plain(losses.dcpo, eps_low=0, eps_high=0)),
         (0.0, lambda l, o, a, r, s, m: losses.clip_cov(l, o, a, m, selected=s, clip_low=0, clip_high=0)),
         (0.5, plain(losses.gmpo, clip=0.5)),
@@ -256,6 +264,8 @@ def test_finite_whatever_the_log_ratio(d, base, adv, data):
     old = np.full((B, T), base, np.float32)
     for pair in [(old + d, old), (old, old + d)]:
         for name in NAMES:
+            if name == "kl unbiased":
+                continue  # the product of two ratios, each as large as a float32 holds
             x, *grads = run(name, (*pair, adv, *data[3:]))
             # Without a cap CISPO's value is r·A·logp, here beyond float32; only its gradient r·A is within.
             for got in grads if name == "cispo uncapped" else (x, *grads):
@@ -313,7 +323,10 @@ def test_jit_and_vmap(name):
 def test_shapes_are_checked(name):
     """A [B,1] advantage or a [T] mask would broadcast in silence."""
     *arguments, _ = sample()
-    used = {"rspo": (0, 1, 2, 3, 5), "clip_cov": (0, 1, 2, 4, 5), "kl_cov": (0, 1, 2, 4, 5)}.get(name, (0, 1, 2, 5))
+    used = {"rspo": (0, 1, 2, 3, 5), "kl unbiased": (0, 1, 3, 5)} | dict.fromkeys(
+        ("clip_cov", "kl_cov"), (0, 1, 2, 4, 5)
+    )
+    used = used.get(name, (0, 1, 2, 5))
     for i in [i for i in used if not (i == 2 and name.startswith("kl "))]:
         wrong = [a[:, :1] if j == i else a for j, a in enumerate(arguments)]
         with pytest.raises(TypeCheckError):

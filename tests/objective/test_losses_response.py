@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from losses_reference import batch, log_router_ratios, pull_back, sequence_weights, toy
 
-from jaxrl_llm.objective.losses import gmpo, gspo, gspo_token, opmd, ppo_clip, reinforce, rspo
+from jaxrl_llm.objective.losses import gmpo, gspo, gspo_token, luspo, opmd, ppo_clip, reinforce, rspo
 from jaxrl_llm.objective.token_weights import token_weights
 
 ln = math.log
@@ -45,6 +45,8 @@ CASES = [
     (gspo, {}),
     (gspo_token, WIDE),
     (gspo_token, {}),
+    (luspo, WIDE),
+    (luspo, {}),
     (gmpo, {}),
     (gmpo, {"clip": 0.1}),
     (rspo, {}),
@@ -175,6 +177,36 @@ def test_gspo_of_single_tokens_is_ppo():
     )
     for a, b in pairs:
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+# ---- LUSPO ----
+
+
+@pytest.mark.parametrize(
+    ("adv", "ratio", "value", "slope"),
+    [(1.0, 0.5, -0.5, -0.5), (1.0, 1.5, -1.28, 0.0), (-1.0, 0.5, 0.8, 0.0), (-1.0, 1.5, 1.5, 1.5)],
+)
+def test_luspo_is_gspo_times_the_length(adv, ratio, value, slope):
+    """Three tokens: three times GSPO's value, and each token's gradient is undivided."""
+    x, g = response(luspo, [ln(ratio) + 0.9, ln(ratio) - 0.4, ln(ratio) - 0.5], adv, **WIDE)
+    np.testing.assert_allclose(x, [3 * value] * 3, rtol=2e-6)
+    np.testing.assert_allclose(g, [slope] * 3, rtol=2e-6)
+
+
+def test_luspo_default_clips():
+    """2e-3 below and 2.5e-3 above, unlike each other."""
+    for adv, d, clipped in [(1, 2.2e-3, False), (1, 2.8e-3, True), (-1, -1.8e-3, False), (-1, -2.2e-3, True)]:
+        _, g = response(luspo, [d], adv, base=0.0)
+        np.testing.assert_allclose(g, [0 if clipped else -adv * math.exp(d)], rtol=1e-6)
+
+
+def test_on_policy_luspo_weighs_all_tokens_alike():
+    """With `sequence` weights every token of every response has the gradient −A / responses, whatever the lengths."""
+    logp, _, adv, mask = constant_over_responses(*batch(3))
+    _, g = value_and_grad(
+        lambda l, a, m: luspo(l, jax.lax.stop_gradient(l), a, m), logp, adv, mask, u=sequence_weights(mask)
+    )
+    np.testing.assert_allclose(g, np.where(mask, -adv / mask.any(axis=1).sum(), 0), rtol=1e-5)
 
 
 # ---- GMPO by hand ----
@@ -338,6 +370,8 @@ def test_the_advantage_is_the_mean_over_trained_tokens(loss):
         (gspo_token, "clip_low", -0.1),
         (gspo_token, "clip_low", 1.2),
         (gspo_token, "clip_high", -0.1),
+        (luspo, "clip_low", 1.2),
+        (luspo, "clip_high", -0.1),
         (gmpo, "clip", -0.1),
         (rspo, "clip", -0.1),
         (rspo, "gamma_min", 0.0),
