@@ -94,7 +94,7 @@ class Rollouts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """What one optimiser step learns from, on the mesh.
+    """What a step, or one mini-batch of it, learns from, on the mesh.
 
     A group's prompt is stored once. `inputs` begins with the prompt's last token and `targets` with the response's
     first: position t of a response predicts targets[:, t]. The prompt's other tokens are `prefix`.

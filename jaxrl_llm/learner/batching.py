@@ -1,4 +1,4 @@
-"""From sampled responses to what one optimiser step learns from."""
+"""From sampled responses to what a step learns from."""
 
 from dataclasses import replace
 
