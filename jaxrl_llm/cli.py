@@ -31,7 +31,7 @@ def train(experiment: File, set_: Set = (), algorithm: Method = None, resume: bo
 
     Args:
         experiment: a Python file with CONFIG = Config(…).
-        resume: go on from the newest checkpoint in --out, exactly.
+        resume: go on from the newest checkpoint in --out; exactly, but for rollout.mode=async.
     """
     config, folder = _load(experiment, set_, algorithm), _folder(out, experiment)
     use_devices(config, whole_mesh=True)
@@ -259,7 +259,7 @@ COMMANDS = {  # with two examples each
     "train": (train, "my.py", "experiments/laptop_dapo.py --algorithm gspo --set steps=200 --out runs/gspo"),
     "sft": (sft, "experiments/laptop_dapo.py", "experiments/laptop_dapo.py --set prime.stages.0.batches=100"),
     "eval": (evaluate, "runs/laptop_dapo", "runs/laptop_dapo --problems 64 --samples 8"),
-    "sample": (sample, "runs/laptop_dapo 'a3+b4+c2:'", "runs/laptop_dapo 'a3+b4+c2:' --n 4 --seed 1"),
+    "sample": (sample, "runs/laptop_dapo 'a3b4c2:'", "runs/laptop_dapo 'a3b4c2:' --n 4 --seed 1"),
     "gap": (gap, "runs/laptop_dapo", "runs/laptop_dapo --problems 16 --samples 1"),
     "serve": (serve, "runs/laptop_dapo", "experiments/laptop_dapo.py --port 9000 --metrics-port 9100"),
     "show": (show, "runs/laptop_dapo", "experiments/laptop_dapo.py --algorithm gspo"),

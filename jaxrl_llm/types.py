@@ -133,7 +133,7 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """What the optimiser steps on a batch of rollouts learn from, on the mesh.
+    """What a step, or one mini-batch of it, learns from, on the mesh.
 
     Position t of an answer's arrays is its t-th generated token; how the model gets there from its rows is `rows`'
     concern. Answers at the end may only fill up the batch. Optional arrays are None when the algorithm does not need

@@ -748,6 +748,13 @@ def test_steps_that_are_skipped_for_ever_end_the_run(experiment, tmp_path):
     assert [r.get("skipped") for r in rows(tmp_path / "out")] == [None, 1, 1, 1]
 
 
+def test_steps_that_are_skipped_now_and_then_do_not(module, experiment, tmp_path):
+    module.fills_up = lambda number: number // 2 % 2 == 0  # both groups of every second step are masked out
+    changed = settings("algorithm.prompts.resample=False", "steps=5", "abort_after=2")
+    succeeds("train", experiment, "--out", tmp_path / "out", *changed)
+    assert [r.get("skipped") for r in rows(tmp_path / "out")] == [None, 0, 1, 0, 1, 0]
+
+
 def test_the_logged_rate_is_that_of_the_last_step_that_was_applied(experiment, tmp_path):
     changed = settings("optimizer.lr=1e30", "optimizer.schedule=linear", "steps=4")
     succeeds("train", experiment, "--out", tmp_path / "out", *changed)

@@ -49,7 +49,7 @@ class Rollout:
     # What the sampler computes in, "": as the learner; int8 and int4: how it keeps its weights.
     dtype: Literal["", "float32", "bfloat16", "int8", "int4"] = ""
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""  # of its keys and values; "": as it computes
-    zero_gap: bool = False  # old log-probs from the sampler's own kernels: equal to its own bit for bit
+    zero_gap: bool = False  # old log-probs from the sampler's own kernels: equal to those recorded, bit for bit
     mode: Literal["sync", "ahead", "async"] = "sync"  # see modes.py
     max_staleness: int = 1  # updates that an answer may be old, with mode="async"
     budget: int = 0  # tokens that an answer may grow by before others have their turn; 0: no bound
@@ -108,7 +108,7 @@ class Config:
     seed: int = 0
     logged_samples: int = 4  # a step, into samples.jsonl
     compile_cache: str = "auto"  # folder of XLA's compiled programs; auto: in the project's cache, "": none
-    abort_after: int = 10  # steps in a row that change nothing, as their loss or gradient is not finite; 0: never
+    abort_after: int = 10  # steps in a row that do not change policy or critic, as nothing was finite; 0: never
 
     @property
     def total_steps(self) -> int:

@@ -1,4 +1,4 @@
-"""From sampled answers to what one optimiser step learns from."""
+"""From sampled answers to what a step learns from."""
 
 import math
 from dataclasses import replace

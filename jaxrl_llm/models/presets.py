@@ -1,4 +1,4 @@
-"""Model shapes by name."""
+"""Model shapes to import."""
 
 from __future__ import annotations
 

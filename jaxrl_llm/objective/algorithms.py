@@ -67,9 +67,9 @@ def _check(field: str, fn: Any) -> None:
         parameters = inspect.signature(fn).parameters
     except ValueError as error:  # a partial with a keyword that the function does not have
         raise ValueError(f"algorithm.{field}: {error}") from error
-    free = [n for n, p in parameters.items() if p.default is p.empty and n not in ARRAYS[field]]
-    if free:
-        raise ValueError(f"algorithm.{field} asks for {free[0]!r}; the trainer has {', '.join(ARRAYS[field])}")
+    lacking = [n for n, p in parameters.items() if p.default is p.empty and n not in ARRAYS[field]]
+    if lacking:
+        raise ValueError(f"algorithm.{field} asks for {lacking[0]!r}; the trainer has {', '.join(ARRAYS[field])}")
     for name in _free(fn, ARRAYS[field]):
         default, called = parameters[name].default, getattr(Algorithm._base(fn), "__name__", fn)
         # It would never be used, so it may only say "not given": None, or for beta "no penalty".
@@ -85,7 +85,7 @@ class Critic:
 
     kind: Literal["network", "head"] = "network"  # a decoder begun as the base policy, or a head on the policy's states
     head_std: float = 0.0  # of the value head's random weights; 0: V begins as 0
-    gamma: float = 1.0
+    gamma: float = 1.0  # discount per token
     lam: float = 1.0  # λ of the returns it learns; the policy's own is in `token_advantage`
     clip: float | None = 0.2  # of the value loss
     updates: int = 1  # optimiser steps per batch of rollouts
@@ -103,7 +103,7 @@ class Shaping:
     parts: tuple[str, ...] | None = None  # names in Reward.parts: what an advantage gets as `parts`, in this order
     format_reward: Callable | None = None  # text → number, added to the reward
     length_reward: Callable | None = None  # → [P,G], added to the reward
-    length_coef: float = 1.0
+    length_coef: float = 1.0  # times the length reward
     length_warmup: int = 0  # steps without the length reward
 
 
@@ -141,7 +141,7 @@ class Algorithm:
     bypass: bool = False  # the sampler's log-probs are the old ones: r = learner/sampler, and no correction
     kl: str | None = None  # the estimator; None: no reference policy
     kl_coef: float = 0.0  # β
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Literal["loss", "reward"] = "loss"  # where the penalty goes
     kl_unbiased: bool = False  # the loss is kl times the live π/π_old: its gradient is then KL(policy ‖ reference)'s
     kl_refresh: int = 0  # optimiser steps after which the policy becomes the reference; 0: the base stays it
     entropy_coef: float = 0.0  # κ
@@ -151,7 +151,7 @@ class Algorithm:
     whiten: bool = False  # advantages to mean 0 and variance 1 over the batch's tokens
     critic: Critic | None = None
     memory: Callable | None = None  # n_prompts → the first `state` of an advantage that keeps one across steps
-    shaping: Shaping = Shaping()
+    shaping: Shaping = Shaping()  # of rewards, see Shaping
     group_filter: Callable | None = None  # → Bool[P], the groups that are learnt from
     prompts: PromptChoice = PromptChoice()
     updates_per_batch: int = 1  # mini-batches, split by whole prompts

@@ -3,7 +3,7 @@
     loss = Σ_{i,t} w[i,t] · (c[i,t] · x[i,t] + β · kl[i,t] − κ · entropy[i,t])
 
 A policy loss is a function (logp, old_logp, adv, mask, *, hyper) -> x. All arrays are [B,T]: `logp` the live
-policy's log-probs of the sampled tokens, `old_logp` the same at the start of this optimisation phase (both in nats,
+policy's log-probs of the sampled tokens, `old_logp` the same before the batch's first update (both in nats,
 at the sampling temperature), `adv` the advantages, `mask` True on the tokens that train. In the equations
 d = logp − old_logp, r = e^d, n is a response's number of trained tokens, mean_t is over those, and sg stops gradients.
 
@@ -287,7 +287,7 @@ def opmd(logp: In, old_logp: In, adv: In, mask: Mask, *, tau: float = 0.1) -> Ou
 def clip_cov(
     logp: In, old_logp: In, adv: In, mask: Mask, *, selected: Mask, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Out:
-    """PPO without a few of the tokens whose log-prob and advantage covary strongly: they lower the entropy most.
+    """PPO without a few of the tokens whose log-prob and advantage covary strongly: those lower the entropy most.
 
         x = 0 on selected tokens, ppo_clip elsewhere
 

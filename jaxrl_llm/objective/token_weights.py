@@ -16,7 +16,7 @@ def token_weights(
     max_len: float | None = None,
     row_valid: Bool[AnyArray, "B"] | None = None,
 ) -> Float[Array, "B T"]:
-    """How much each token counts: the loss is Σ w·x. To be computed once, over the whole optimiser batch.
+    """How much each token counts: the loss is Σ w·x. Compute it once, over the whole optimiser batch.
 
         token     Σ m·x / Σ m
         sequence  mean over rows of (Σ_t m·x / n_i)                    n_i = Σ_t m[i,t]

@@ -87,19 +87,19 @@ def _text(text: str, i: int, end: int) -> str:
 
 def _identifier(word: str, names: Set[str]) -> str:
     name = word.rstrip("'")
-    primes = word[len(name) :]
+    ticks = word[len(name) :]
     head, _, sub = name.partition("_")
     if name in names and len(name) > 1:
-        return _roman(name) + primes
+        return _roman(name) + ticks
     if sub:
-        return f"{_identifier(head, names)}_{_grouped(_symbol(sub + primes))}"
+        return f"{_identifier(head, names)}_{_grouped(_symbol(sub + ticks))}"
     if re.fullmatch(r"[A-Za-z]\d", name):
-        return f"{name[0]}_{name[1]}{primes}"
-    return _symbol(name) + primes
+        return f"{name[0]}_{name[1]}{ticks}"
+    return _symbol(name) + ticks
 
 
 def _symbol(word: str) -> str:
-    """A word that stands for a quantity or a function; a letter may have primes."""
+    """A word that stands for a quantity or a function; a letter may have ticks."""
     return TEX.get(word) or (word if len(word.rstrip("'")) == 1 else _roman(word))
 
 

@@ -84,10 +84,10 @@ def compare(config: Config, out: Path) -> None:
     critic = config.algorithm.critic
     schedules = {config.optimizer.schedule, critic.optimizer.schedule if critic else "constant"}
     steps_matter = schedules != {"constant"} or config.rollout.difficulty is not None
-    no_number = NO_NUMBER + (() if steps_matter else ("steps",))
+    harmless = NO_NUMBER + (() if steps_matter else ("steps",))
     recorded = configs.to_json(configs.from_json(json.loads((out / "config.json").read_text()), out))
     differ = configs.differences(recorded, configs.to_json(config))
-    if wrong := [d for d in differ if not d.startswith(no_number + ROUNDING)]:
+    if wrong := [d for d in differ if not d.startswith(harmless + ROUNDING)]:
         raise ValueError(f"--resume: the config differs from the run's in {'; '.join(wrong)}")
     if rounding := [d for d in differ if d.startswith(ROUNDING)]:
         print(f"--resume: {'; '.join(rounding)} (changes rounding, and so the samples to come)")

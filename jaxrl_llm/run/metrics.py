@@ -1,7 +1,8 @@
-"""Where metrics go: JSON lines and TensorBoard, one line a step on the terminal, a progress bar, two clocks.
+"""Where metrics go: JSON lines and TensorBoard, one line a step on the terminal, a progress bar, a stopwatch.
 
 Metrics are one flat dict of floats, names grouped by slashes. Whatever depends on the wall clock or on the process
-begins with `perf/`, so two runs of one config agree on all the other names. docs/runs.md says what each name means.
+begins with `perf/`, so two runs of one config agree on all the other names. docs/runs.md says what names
+mean, corrections.py and critic.py what the rest of gap/ and critic/ is.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def cache_key(config: Config) -> str:
 def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int]) -> Any:
     """Parameters of the base policy, from the folder `out`, else from the cache, else trained into both.
 
-    The folder holds metrics.jsonl, the checkpoint and base.json, which says what it is made of. A stage that was
+    The folder holds metrics.jsonl, the checkpoint and base.json, which says what the base is made of. A stage that was
     interrupted goes on where it stopped. What is damaged is renamed `….damaged` and made anew; of two runs that need
     one base, the second waits for the first. Raises Stopped when `stopping()` gives a signal, ValueError when the
     folder holds another base policy or when the task has no traces to learn from.
@@ -117,7 +117,7 @@ def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int]) ->
 
 
 def _primed(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int], finished: bool) -> Any:
-    """Parameters from the folder `out`, trained as far as they are not yet. Raises Damaged, also unless `finished`."""
+    """Parameters from the folder `out`; what they lack they learn now. Raises Damaged, also unless `finished`."""
     total = sum(s.batches for s in config.prime.stages)
     _claim(out, made_of(config))
     tx, learning_rate = make_optimizer(config.prime.optimizer, total), schedule(config.prime.optimizer, total)

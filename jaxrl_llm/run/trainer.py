@@ -190,7 +190,7 @@ def _loop(
     try:
         with metrics.Progress(total - at.step, "training") as progress:
             if at.step == 0:
-                progress.line(_measure_base(learner, engine, log))
+                progress.line(_check_base(learner, engine, log))
             while at.step < total and not stopping():
                 state, engine, at, scored, row = one_step(learner, state, engine, at, mode)
                 skipped = skipped + 1 if 1 in (row.get("skipped"), row.get("critic/skipped")) else 0
@@ -233,7 +233,7 @@ class Diverged(RuntimeError):
         super().__init__(f"{steps} Last checkpoint: {f'step {saved[-1]}' if saved else 'none yet'}")
 
 
-def _measure_base(learner: Learner, engine: Any, log: metrics.RunLog) -> str:
+def _check_base(learner: Learner, engine: Any, log: metrics.RunLog) -> str:
     """Log the policy that the run begins with; a line for the terminal.
 
     Raises RuntimeError when no answer is right and no group of such answers passes the group filter.

@@ -122,9 +122,9 @@ class Client:
         self._changed = threading.Condition()  # guards what follows, and the servers
         self._newest: tuple[Mapping[str, np.ndarray], int] | None = None
         self._closed = False
-        self._keepers = [threading.Thread(target=self._keep, args=(s,), daemon=True) for s in self._servers]
-        for keeper in self._keepers:
-            keeper.start()
+        self._probers = [threading.Thread(target=self._keep, args=(s,), daemon=True) for s in self._servers]
+        for prober in self._probers:
+            prober.start()
 
     # --- sampling -----------------------------------------------------------------------------------------------
 
@@ -345,8 +345,8 @@ class Client:
             call.exception()  # or the answer: another learner need not wait until we are taken to be gone
         for server in self._servers:
             server.channel.close()
-        for keeper in self._keepers:
-            keeper.join()
+        for prober in self._probers:
+            prober.join()
 
 
 def _method(kind: Callable, name: str, reply: type[Message]) -> Callable:

@@ -1,7 +1,7 @@
 """The sampler's pure core: prefill prompts, insert answers into rows, decode k tokens for every row.
 
-N rows hold an answer each and R prefixes a prompt each (drawn in cache.py); a prompt is prefilled once and read by all
-of its answers. Its last token is no part of the prefix: it is the first input of each answer, so that the first token
+N rows hold an answer each and R prefixes a prompt each (pictured in cache.py); a prompt is prefilled once, for all of
+its answers. Its last token is no part of the prefix: it is the first input of each answer, so that the first token
 is drawn like all others. In decoding step s every row writes column s mod T; `start` remembers when a row was filled.
 """
 

@@ -67,7 +67,7 @@ def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None, qu
 def push(
     config: transformer.ModelConfig, params: Any, mesh: Mesh | None, *, version: int = 0, quantized: str = ""
 ) -> SamplerWeights:
-    """The learner's parameters for the sampler. No copy passes through the host.
+    """Convert the learner's parameters for the sampler. No copy passes through the host.
 
     quantized: int8 or int4: matrices are kept so, with a float32 scale per output channel, and multiplied in the
     compute dtype.

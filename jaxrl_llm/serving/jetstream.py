@@ -23,7 +23,7 @@ def load() -> SimpleNamespace:
     JetStream's messages go to the logger `jetstream`.
     """
     if importlib.util.find_spec("jetstream") is None:
-        raise ImportError("google-jetstream is not installed; expected: pip install 'jaxrl_llm[serve]'")
+        raise ImportError("google-jetstream is not installed; expected: make .venv/serve")
     if not hasattr(jax, "tree_map"):
         jax.tree_map = jax.tree.map  # the orchestrator calls it while it runs
     root = logging.getLogger()

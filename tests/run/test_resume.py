@@ -15,11 +15,11 @@ EXPERIMENT = '''
 """A run of seconds with all that has a memory: two updates a batch, dynamic sampling, prompts drawn by what was solved,
 DCPO's statistics, a critic that learns a step before the policy, a reference that is replaced; evaluations between."""
 
-from functools import partial
+import os
+import time
+from dataclasses import replace
 
-from jaxrl_llm.objective import filters
-from jaxrl_llm.objective import advantages, losses
-from jaxrl_llm.sampler import groups
+from jaxrl_llm.objective import advantages, filters, losses
 from jaxrl_llm.objective.algorithms import Algorithm, Critic, PromptChoice
 from jaxrl_llm.config import Checkpoint, Config, Evaluation, Prime, Rollout, Stage
 from jaxrl_llm.data import tasks
@@ -27,12 +27,22 @@ from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.types import Optimizer
 
 
+def task():
+    made = tasks.chain(modulus=3, terms=(2, 4), n_train=48)
+
+    def reward(*of_answer):  # slow, so that the test finds the time to kill
+        time.sleep(float(os.environ.get("SECONDS_PER_REWARD", 0)))
+        return made.reward(*of_answer)
+
+    return replace(made, reward=reward)
+
+
 def with_values(adv, values, mask):
     return adv - 0.1 * values
 
 
 CONFIG = Config(
-    task=partial(tasks.chain, modulus=3, terms=(2, 4), n_train=48),
+    task=task,
     model=ModelConfig(vocab_size=112, layers=1, width=32, heads=2, kv_heads=1, head_width=16, mlp_width=64),
     prime=Prime((Stage(60, {"clean": 0.5, "no_reasoning": 0.5}),), 16, Optimizer(lr=1e-2, warmup=5)),
     algorithm=Algorithm(
@@ -50,8 +60,8 @@ CONFIG = Config(
 '''
 
 
-def jaxrl(folder, *arguments):
-    environment = {**os.environ, "JAXRL_CACHE": str(folder / "cache"), "XLA_FLAGS": ""}
+def jaxrl(folder, *arguments, **variables):
+    environment = {**os.environ, "JAXRL_CACHE": str(folder / "cache"), "XLA_FLAGS": "", **variables}
     command = [sys.executable, "-m", "jaxrl_llm.cli", "train", str(folder / "tiny.py"), *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -80,10 +90,10 @@ def runs(tmp_path_factory):
     whole, killed = folder / "whole", folder / "killed"
     finish(jaxrl(folder, "--out", str(whole)))
 
-    process = jaxrl(folder, "--out", str(killed))
-    deadline = time.monotonic() + 240
-    # the fifth step lies between the checkpoints of steps 4 and 7
-    while len((killed / "metrics.jsonl").read_text().splitlines() if (killed / "metrics.jsonl").exists() else "") < 6:
+    process = jaxrl(folder, "--out", str(killed), SECONDS_PER_REWARD="0.05")
+    deadline, log = time.monotonic() + 240, killed / "metrics.jsonl"
+    # until the checkpoint of step 4 is whole, and the line of step 5 behind it is there
+    while not (killed / "checkpoints" / "4").exists() or len(log.read_text().splitlines()) < 6:
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -105,9 +115,11 @@ def rows_that_parse(path):
 
 
 def test_it_was_killed_between_two_checkpoints(runs):
-    _, _, steps_before, _ = runs
+    _, _, steps_before, output = runs
     assert steps_before[-1] >= 5
     assert steps_before[-1] < 7, "the run was over before it was killed"
+    assert "step 5/7" in output
+    assert "step 4/7" not in output, "the run began anew, or at an earlier step"
 
 
 def test_same_parameters_and_optimiser_state(runs):
