@@ -85,7 +85,8 @@ class Config:
     algorithm: Algorithm
     model: ModelConfig
     tokenizer: Callable = tokenizers.characters  # () -> Tokenizer
-    prime: Prime | None = None  # None: random parameters
+    prime: Prime | None = None  # None: random parameters, unless
+    init: Callable | None = None  # (ModelConfig, Mesh) -> parameters to start from: see models/hf.py
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
     mesh: Mesh = Mesh()

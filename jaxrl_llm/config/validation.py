@@ -28,7 +28,8 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
         Config: "steps micro_batches", Mesh: "data fsdp tensor", Stage: "batches", Updates: "epochs",
         Rollout: "prompts group_size max_prompt_tokens max_response_tokens tokens_per_call max_rounds",
         Evaluation: "problems samples", Checkpoint: "every keep", Algorithm: "updates_per_batch",
-        ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width", Critic: "updates mini_batches",
+        ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width max_positions",
+        Critic: "updates mini_batches",
     }),
     ("at least 0", lambda x: x >= 0, {
         Config: "logged_samples abort_after seed", Rollout: "slots budget max_staleness top_k", Evaluation: "every",
@@ -65,7 +66,13 @@ def validate(config: Config) -> Config:
     _validate_sampler(r, ways)
     _validate_algorithm(a, r, ways, micro)
     _validate_model(config.model)
+    longest, most = r.max_prompt_tokens + r.max_response_tokens, config.model.max_positions
+    expected = f"at most model.max_positions = {most} less rollout.max_prompt_tokens"
+    expect(longest <= most, "rollout.max_response_tokens", r.max_response_tokens, expected)
     _validate_prime(config.prime, ways * micro)
+    if config.init is not None:
+        expect(config.prime is None, "init", _name(config.init), "None with prime: either makes the base policy")
+        _validate_call(config.init, "init", config.model, None)
     _validate_call(config.task, "task")
     _validate_call(config.tokenizer, "tokenizer")
     return config

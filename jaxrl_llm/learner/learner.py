@@ -76,8 +76,8 @@ def build(config: Config) -> Learner:
 def fresh_state(learner: Learner, base: Any = None) -> TrainState:
     """The state at step 0: random parameters, or those of a base policy; critic, memory and reference where used."""
     config, a = learner.config, learner.config.algorithm
-    state = init_state(config.model, learner.tx, config.seed, learner.mesh)
-    params = state.params if base is None else base
+    state = init_state(config.model, learner.tx, config.seed, learner.mesh, base)
+    params = state.params
     value = None if learner.critic is None else learner.critic.init(params)
     memory = None if a.memory is None else call(a.memory, {"n_prompts": len(learner.task.train)})
     reference = jax.tree.map(jnp.copy, params) if a.needs_reference and a.kl_refresh else None  # a step donates them
