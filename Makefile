@@ -4,7 +4,7 @@ PIP = .venv/bin/pip install --disable-pip-version-check -q -c constraints.txt
 
 PORT ?= 9000
 
-.PHONY: demo demo-remote test test-all lint clean
+.PHONY: demo demo-remote test test-all test-torch lint clean
 
 demo: .venv/demo
 	.venv/bin/jaxrl train experiments/laptop_dapo.py --out runs/demo-$(shell date +%Y%m%d-%H%M%S)
@@ -20,7 +20,11 @@ test: .venv/dev
 
 # All tests, and with the compiler's optimiser on, which `test` leaves off to be quick.
 test-all: .venv/dev
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv/bin/pytest -m ''
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv/bin/pytest -m 'not torch'
+
+# The models of `transformers` beside ours: the only tests that need PyTorch.
+test-torch: .venv/torch
+	.venv/bin/pytest -m torch tests/parity
 
 lint: .venv/dev
 	.venv/bin/ruff check .
@@ -40,6 +44,10 @@ lint: .venv/dev
 
 .venv/dev: .venv/serve
 	$(PIP) -e '.[dev]'
+	touch $@
+
+.venv/torch: .venv/dev
+	$(PIP) torch
 	touch $@
 
 clean:

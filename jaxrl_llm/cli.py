@@ -9,7 +9,7 @@ import select
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -160,6 +160,53 @@ def serve(
     serving.work(source, set_, **listen)
 
 
+def import_(
+    source: tyro.conf.Positional[str],
+    prompt: str = "The capital of France is",
+    tokens: int = 16,
+    out: Path | None = None,
+) -> None:
+    """Check a Hugging Face checkpoint, try it, and print an experiment that starts from it.
+
+    Args:
+        source: a folder, or OWNER/NAME of the Hugging Face hub.
+        prompt: what it shall continue.
+        tokens: how far.
+        out: a Python file for the experiment, which is printed if left out.
+    """
+    use_devices()
+    from jaxrl_llm.run import tryout
+
+    if out is not None and out.exists():
+        raise ValueError(f"--out {out}: there already; expected a new file")
+    print(*tryout.try_checkpoint(source, prompt, tokens), sep="\n")
+    text = tryout.experiment(source, out)
+    if out is None:
+        print(f"\n{text}", end="")
+    else:
+        out.write_text(text)
+        print(f"experiment {out}")
+
+
+def export(run: File, out: File, step: int | None = None, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
+    """Write a run's policy as a folder that `transformers` and inference servers load.
+
+    Args:
+        run: the run's folder.
+        out: the folder to be made.
+        step: of the checkpoint; the newest if left out.
+        dtype: of the weights.
+    """
+    use_devices(_load(run))
+    from jaxrl_llm.models import hf
+    from jaxrl_llm.run import trainer
+
+    learner, state, step = trainer.load_state(run, step)
+    model = learner.config.model
+    hf.export(state.params, model, learner.tokenizer, out, dtype)
+    print(f"{out}: {run} at step {step}, {model.n_params:,} parameters in {dtype}")
+
+
 def gap(run: File, problems: int = 64, samples: int = 4, worst: int = 10, out: Path | None = None) -> None:
     """Measure how far samplers are from a run's newest checkpoint.
 
@@ -230,7 +277,7 @@ def _folder(out: str | None, experiment: Path) -> Path:
     return Path(out or f"runs/{experiment.stem}")
 
 
-def use_devices(config: Config, whole_mesh: bool = False) -> None:
+def use_devices(config: Config | None = None, whole_mesh: bool = False) -> None:
     """Say where compiled programs are kept, unless the environment has, and fail where jax finds no device.
 
     whole_mesh: also say what the run will use, and fail on a mesh that the machine cannot hold.
@@ -240,8 +287,9 @@ def use_devices(config: Config, whole_mesh: bool = False) -> None:
     from jaxrl_llm.data.curation import cache_folder
     from jaxrl_llm.parallel.sharding import make_mesh
 
-    if config.compile_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = cache_folder() / "xla" if config.compile_cache == "auto" else Path(config.compile_cache)
+    cache = "auto" if config is None else config.compile_cache
+    if cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = cache_folder() / "xla" if cache == "auto" else Path(cache)
         jax.config.update("jax_compilation_cache_dir", str(folder / f"jax-{jax.__version__}"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     try:
@@ -261,6 +309,8 @@ COMMANDS = {  # with two examples each
     "eval": (evaluate, "runs/laptop_dapo", "runs/laptop_dapo --problems 64 --samples 8"),
     "sample": (sample, "runs/laptop_dapo 'a3b4c2:'", "runs/laptop_dapo 'a3b4c2:' --n 4 --seed 1"),
     "gap": (gap, "runs/laptop_dapo", "runs/laptop_dapo --problems 16 --samples 1"),
+    "import": (import_, "Qwen/Qwen2.5-0.5B", "models/qwen --prompt '1 + 1 =' --tokens 4 --out my.py"),
+    "export": (export, "runs/laptop_dapo policy", "runs/laptop_dapo policy --step 60 --dtype float32"),
     "serve": (serve, "runs/laptop_dapo", "experiments/laptop_dapo.py --port 9000 --metrics-port 9100"),
     "show": (show, "runs/laptop_dapo", "experiments/laptop_dapo.py --algorithm gspo"),
     "algorithms": (algorithms, "", "dapo"),

@@ -14,7 +14,7 @@ Lengths are in tokens, log-probs and entropies in nats, times in seconds.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,7 +32,8 @@ class Prompt:
     """One problem. `text` is what the policy sees; `answer` and `meta` are for the verifier.
 
     `question` is the part of `text` that a template stands around: only outside of it a special token's name means
-    that token. None: nothing does, all of `text` is the question.
+    that token. None: nothing does, all of `text` is the question. With `messages`, each with a role and its content,
+    the policy sees those instead, in its tokenizer's chat template; `text` is what logs and verifiers see.
     """
 
     id: int
@@ -40,6 +41,7 @@ class Prompt:
     answer: Any = None
     meta: dict[str, Any] = field(default_factory=dict)
     question: str | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

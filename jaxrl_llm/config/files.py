@@ -101,7 +101,7 @@ def named(algorithm: str) -> Algorithm:
 def load(path: Path | str, assignments: tuple[str, ...] = (), algorithm: str | None = None) -> Config:
     """CONFIG of an experiment file, or the config of a run (its folder or config.json), with overrides, validated.
 
-    A path that a task or tokenizer of the file takes (a keyword annotated as Path) may be relative to the file.
+    A path that the file's task, tokenizer or init takes (a keyword annotated as Path) may be relative to the file.
     algorithm: the row of ALGORITHMS that takes the place of its own before the overrides.
     """
     path = Path(path)
@@ -125,7 +125,7 @@ def load(path: Path | str, assignments: tuple[str, ...] = (), algorithm: str | N
 
 
 def _located(config: Config, folder: Path) -> Config:
-    """The config, in whose task and tokenizer paths of what lies in `folder` are absolute."""
+    """The config, in whose task, tokenizer and init paths of what lies in `folder` are absolute."""
 
     def located(make: Any) -> Any:
         fn, keywords = values.unbound(make)
@@ -136,7 +136,8 @@ def _located(config: Config, folder: Path) -> Config:
 
     if config.prime is not None and config.prime.task is not None:
         config = dataclasses.replace(config, prime=dataclasses.replace(config.prime, task=located(config.prime.task)))
-    return dataclasses.replace(config, task=located(config.task), tokenizer=located(config.tokenizer))
+    init = config.init and located(config.init)
+    return dataclasses.replace(config, task=located(config.task), tokenizer=located(config.tokenizer), init=init)
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:

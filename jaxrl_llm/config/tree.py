@@ -94,7 +94,8 @@ class Config:
     algorithm: Algorithm
     model: ModelConfig
     tokenizer: Callable = tokenizers.characters  # () -> Tokenizer
-    prime: Prime | None = None  # None: random parameters
+    prime: Prime | None = None  # None: random parameters, unless
+    init: Callable | None = None  # (ModelConfig, Mesh) -> parameters to start from: see models/hf.py
     # () → (ModelConfig, Tokenizer, mesh → parameters): the policy to distil from, see run/teachers.py
     teacher: Callable | None = None
     optimizer: Optimizer = Optimizer()

@@ -27,8 +27,8 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
         Config: "steps micro_batches", Mesh: "data fsdp tensor", Stage: "batches", Updates: "epochs",
         Rollout: "prompts group_size max_prompt_tokens max_response_tokens tokens_per_call max_rounds",
         Evaluation: "problems samples", Checkpoint: "every keep", Algorithm: "updates_per_batch",
-        ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width", Critic: "updates mini_batches",
-        Learning: "logprob_chunk",
+        ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width max_positions",
+        Critic: "updates mini_batches", Learning: "logprob_chunk",
     }),
     ("at least 0", lambda x: x >= 0, {
         Config: "logged_samples abort_after seed", Rollout: "slots budget max_staleness top_k", Evaluation: "every",
@@ -67,7 +67,12 @@ def validate(config: Config) -> Config:
     _validate_sampler(r, ways)
     _validate_algorithm(a, r)
     _validate_model(config.model)
+    most, expected = config.model.max_positions, "at most model.max_positions = {} less rollout.max_prompt_tokens"
+    expect(longest <= most, "rollout.max_response_tokens", r.max_response_tokens, expected.format(most))
     _validate_prime(config.prime)
+    if config.init is not None:
+        expect(config.prime is None, "init", _name(config.init), "None with prime: either makes the base policy")
+        _validate_call(config.init, "init", config.model, None)
     _validate_call(config.task, "task")
     _validate_call(config.tokenizer, "tokenizer")
     expected = "a function, as jaxrl_llm.run.teachers:run, exactly when distill_coef or teacher_logp needs one"

@@ -51,7 +51,7 @@ def fitting(task: Task, tokenizer: Tokenizer, limit: int, long_prompts: str) -> 
 
 
 def _fits(tokenizer: Tokenizer, limit: int, prompt: Prompt) -> bool:
-    n = len(tokenizer.encode(prompt.text, prompt.question))
+    n = len(tokenizer.encode_prompt(prompt))
     if n > limit:
         print(f"passed over prompt {prompt.id}: {n} tokens, rollout.max_prompt_tokens = {limit}", file=sys.stderr)
     return n <= limit
@@ -82,17 +82,18 @@ def _too_long(prompts: Sequence[Prompt], tokenizer: Tokenizer, limit: int) -> di
     hf, file, found = tokenizer.hf, None, {}
     if len(prompts) > CACHED_FROM:
         definition = hf.backend_tokenizer.to_str() if hf.is_fast else sorted(hf.get_vocab().items())
-        key = hashlib.blake2b(repr((limit, definition)).encode(), digest_size=16)
+        key = hashlib.blake2b(repr((limit, definition, hf.chat_template)).encode(), digest_size=16)
         for p in prompts:
-            key.update(repr((p.text, p.question)).encode())
+            key.update(repr((p.text, p.question, p.messages)).encode())
         file = cache_folder() / "prompts" / f"{key.hexdigest()}.json"
         with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or only half written
             return dict(json.loads(file.read_text()))
     for index, p in enumerate(prompts):
         try:
-            n = len(tokenizer.encode(p.text, p.question))
+            n = len(tokenizer.encode_prompt(p))
         except ValueError as error:
-            raise ValueError(f"prompt {p.id}: {error}") from error
+            text = str(error)
+            raise ValueError(text if text.startswith("prompt ") else f"prompt {p.id}: {text}") from error
         expect(n, f"prompt {p.id}", "0 tokens", f"1 to rollout.max_prompt_tokens = {limit}")
         if n > limit:
             found[index] = n

@@ -1,4 +1,4 @@
-"""Problems from files: JSONL of {"prompt", "answer"}, with a verifier of your own."""
+"""Problems from files: JSONL of {"prompt", "answer"}, with a verifier of your own; a prompt may be chat messages."""
 
 import hashlib
 import inspect
@@ -29,9 +29,12 @@ def read_jsonl(path: Path | str) -> tuple[Prompt, ...]:
             if not isinstance(row, dict) or name not in row:
                 raise ValueError(f"{path}:{number}: no field {name!r}; expected prompt and answer")
         text, answer = row.pop("prompt"), row.pop("answer")
-        sound = isinstance(text, str) and text and not re.search("[\ud800-\udfff]", text)
-        expect(sound, f"{path}:{number}: prompt", text, "text")
-        prompts.append(Prompt(len(prompts), text, answer, row))
+        messages = tuple(text) if isinstance(text, list) else ()
+        of_text = lambda t: isinstance(t, str) and t and not re.search("[\ud800-\udfff]", t)
+        sound = all(isinstance(m, dict) and {"role", "content"} <= m.keys() and of_text(m["content"]) for m in messages)
+        text = messages[-1]["content"] if messages and sound else text
+        expect(sound and of_text(text), f"{path}:{number}: prompt", text, "text, or messages with role and content")
+        prompts.append(Prompt(len(prompts), text, answer, row, messages=messages))
     return tuple(prompts)
 
 

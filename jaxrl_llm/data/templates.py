@@ -27,9 +27,19 @@ def none(prompt: Prompt) -> Prompt:
     return prompt
 
 
+def chat(prompt: Prompt, system: str = "") -> Prompt:
+    """The tokenizer's own chat template around the question, after a system message if one is given."""
+    first = ({"role": "system", "content": system},) if system else ()
+    return replace(prompt, messages=prompt.messages or (*first, {"role": "user", "content": prompt.text}))
+
+
 def custom(prompt: Prompt, text: str) -> Prompt:
-    """Your own template: `text` with the question in place of {question}. ValueError if that does not occur in it."""
+    """Your own template: `text` with the question in place of {question}.
+
+    ValueError if that does not occur in it, and for a prompt of messages, which has the tokenizer's chat template.
+    """
     expect("{question}" in text, "template text", text, "'{question}' in it")
+    expect(not prompt.messages, f"template of prompt {prompt.id}", text, "none, or templates.chat, for messages")
     return replace(prompt, text=text.replace("{question}", prompt.text))
 
 

@@ -10,13 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.types import expect
+from jaxrl_llm.data import hub
+from jaxrl_llm.types import Prompt, expect
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns that PyTorch is absent
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 PAD, EOS = "<pad>", "<eos>"
 GENERATION = "generation_config.json"  # where Hugging Face keeps what ends an answer, one id or several
+FILES = ("*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "*.jinja", "config.json", GENERATION)
 _one_at_a_time = threading.Lock()  # whether special tokens are recognised is a switch that Hugging Face's calls share
 
 
@@ -36,21 +38,37 @@ class Tokenizer:
     def _special(self) -> str:  # a regular expression of the special tokens' names
         return "|".join(re.escape(t.content) for t in self.hf.added_tokens_decoder.values() if t.special) or "(?!)"
 
-    def encode(self, text: str, question: str | None = None) -> list[int]:
+    def encode(self, text: str, question: str | Sequence[str] | None = None) -> list[int]:
         """Token ids, none added. Raises ValueError for a character that no token stands for.
 
-        A special token's name in the text stays text: "<eos>" is five characters. With a `question` that holds where
-        the question occurs; in the template around it the name is the token.
+        A special token's name in the text stays text: "<eos>" is five characters. With a `question`, or several, that
+        holds where one occurs; in the template around it the name is the token.
         """
-        question = text if question is None else question
-        if not re.search(self._special, question):
+        questions = [text if question is None else question] if isinstance(question, str | None) else question
+        if not any(re.search(self._special, q) for q in questions):
             return self._ids(text, special=True)
+        known = "|".join(map(re.escape, sorted(filter(None, questions), key=len, reverse=True)))
         ids, start = [], 0
-        for found in re.finditer(f"{re.escape(question)}|({self._special})", text):
+        for found in re.finditer(f"{known or '(?!)'}|({self._special})", text):
             if found[1]:  # Hugging Face, too, encodes what stands between special tokens piece by piece
                 ids += self._ids(text[start : found.start()], special=False) + self._ids(found[1], special=True)
                 start = found.end()
         return ids + self._ids(text[start:], special=False)
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """What the policy sees of a prompt: its text, or its messages in the chat template, up to where it answers.
+
+        Raises ValueError, naming the prompt, for messages that the template does not take, or without a template.
+        """
+        if not prompt.messages:
+            return self.encode(prompt.text, prompt.question)
+        try:
+            expect(self.hf.chat_template, "chat_template", None, "one, for a prompt of messages")
+            text = self.hf.apply_chat_template(list(prompt.messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # of Jinja, and whatever the template itself raises
+            why = " ".join(str(error).split())
+            raise ValueError(f"prompt {prompt.id}: the tokenizer's chat template: {why}") from error
+        return self.encode(text, [m["content"].strip() for m in prompt.messages])  # some templates strip it
 
     def _ids(self, text: str, special: bool) -> list[int]:
         try:
@@ -83,12 +101,20 @@ def characters(alphabet: str = ALPHABET) -> Tokenizer:
 
 
 def load(folder: Path | str) -> Tokenizer:
-    """A tokenizer saved in Hugging Face format; its eos_ids are those of generation_config.json, if there is one."""
+    """A tokenizer in Hugging Face format; its eos_ids are those of generation_config.json, if there is one.
+
+    folder: or OWNER/NAME of the hub. Raises ValueError that names the folder when there is none or it lacks an EOS.
+    """
     from transformers import AutoTokenizer
 
-    file = Path(folder) / GENERATION
-    eos_ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    return from_hf(AutoTokenizer.from_pretrained(folder), eos_ids)
+    folder = hub.local(folder, FILES)
+    file = folder / GENERATION
+    try:
+        eos_ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        return from_hf(AutoTokenizer.from_pretrained(folder), eos_ids)
+    except Exception as error:  # of transformers: OSError, KeyError, its own
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"{folder}: {why}; expected the files of a tokenizer that has an EOS token") from error
 
 
 def from_hf(hf: Any, eos_ids: int | Sequence[int] | None = None) -> Tokenizer:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
@@ -94,8 +94,8 @@ def with_teacher(learner: Learner) -> Learner:
 def fresh_state(learner: Learner, base: Any = None) -> TrainState:
     """The state at step 0: random parameters, or those of a base policy; critic, memory and reference where used."""
     config, a = learner.config, learner.config.algorithm
-    state = init_state(config.model, learner.tx, config.seed, learner.mesh)
-    params = state.params if base is None else base
+    state = init_state(config.model, learner.tx, config.seed, learner.mesh, base)
+    params = state.params
     value = None if learner.critic is None else learner.critic.init(params)
     memory = None if a.memory is None else call(a.memory, {"n_prompts": len(learner.task.train)})
     reference = jax.tree.map(jnp.copy, params) if a.needs_reference and a.kl_refresh else None  # a step donates them
@@ -220,6 +220,17 @@ def division(config: Config, mesh: Mesh) -> Division:
     kernel = config.model.attention
     rows = config.learner.layout, config.learner.row_tokens, attention.multiple(kernel)
     return Division(config.algorithm.updates_per_batch, config.micro_batches, sharding.rows(1, mesh), *rows)
+
+
+def learner_logprobs(learner: Learner, params: Any, answers: Rollouts) -> Float[np.ndarray, "B T"]:
+    """The learner's log-probs of answers' tokens, about as many answers at a time as a training batch has."""
+    r, cut = learner.config.rollout, division(learner.config, learner.mesh)
+    parts = cut.micro_batches * -(-len(answers.texts) // (r.prompts * r.group_size))
+    cut = replace(cut, mini_batches=1, micro_batches=parts)
+    batch, _ = batching.make_batch(answers, learner.config.model, cut, mesh=learner.mesh)
+    with jax.set_mesh(learner.mesh):
+        logp = jax.device_get(learner.logprobs(params, batch)[0])
+    return logp[: len(answers.texts), : answers.tokens.shape[1]]
 
 
 def choose_tokens(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key: Array) -> Batch:

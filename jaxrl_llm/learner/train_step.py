@@ -39,10 +39,14 @@ class Teacher:
     params: Any
 
 
-def init_state(config: ModelConfig, tx: Tx, seed: int, mesh: Mesh) -> TrainState:
-    """Random parameters and the optimiser's first state; each device of the mesh makes its own shards."""
+def init_state(config: ModelConfig, tx: Tx, seed: int, mesh: Mesh, params: Any = None) -> TrainState:
+    """Random parameters, unless they are given, and the optimiser's first state; each device makes its own shards."""
+    placed = state_shardings(config, tx, mesh)
+    if params is not None:
+        rest = jax.jit(lambda p: replace(first_state(tx, p), params=None), out_shardings=replace(placed, params=None))
+        return replace(rest(params), params=params)
     init = lambda key: first_state(tx, transformer.init(config, key))
-    return jax.jit(init, out_shardings=state_shardings(config, tx, mesh))(jax.random.key(seed))
+    return jax.jit(init, out_shardings=placed)(jax.random.key(seed))
 
 
 def first_state(tx: Tx, params: Any) -> TrainState:
@@ -219,9 +223,7 @@ def accumulate(loss: Callable, params: Any, batch: Batch) -> tuple[Any, Array, A
 def make_gradients(config: ModelConfig, algorithm: Algorithm, temperature: float, chunk: int = 1024) -> Callable:
     """(params, batch, teacher or None) → gradients, loss, metrics."""
 
-    def loss(
-        teacher: Teacher | None, params: Any, rows: ModelInput, answers: Batch
-    ) -> tuple[Array, tuple[Array, ...]]:
+    def loss(teacher: Teacher | None, params: Any, rows: ModelInput, answers: Batch) -> tuple[Array, tuple[Array, ...]]:
         per_token = response_logprobs(config, params, rows, temperature, chunk, teacher)
         return objective(algorithm, answers, *per_token), per_token
 

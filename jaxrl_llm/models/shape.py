@@ -31,6 +31,7 @@ class ModelConfig:
     qk_norm: bool = False
     tied_head: bool = True
     norm_eps: float = 1e-6
+    max_positions: int = 32_768  # tokens of the longest context: nothing is computed with it, config.json tells it
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are kept in float32
     fp32_head: bool = True  # the head's product in float32 even when dtype is bfloat16
     remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass recomputes, see REMAT

@@ -19,8 +19,7 @@ from jaxtyping import Bool, Float
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.data.tokenizers import Tokenizer
-from jaxrl_llm.learner import batching
-from jaxrl_llm.learner.learner import Learner, division
+from jaxrl_llm.learner.learner import Learner, learner_logprobs
 from jaxrl_llm.models import transformer
 from jaxrl_llm.objective import corrections
 from jaxrl_llm.parallel import sharding
@@ -148,17 +147,6 @@ def sample_answers(sampler: Learner, params: Any) -> Rollouts:
     with jax.set_mesh(sampler.mesh):
         engine = trainer.make_engine(sampler, jax.device_put(params, shardings))
         return groups.sample_groups(engine, prompts, config.evaluation.samples, **drawn, max_prompt_tokens=longest)
-
-
-def learner_logprobs(learner: Learner, params: Any, answers: Rollouts) -> Float[np.ndarray, "B T"]:
-    """The learner's log-probs of the answers' tokens; about as many answers at a time as a training batch has."""
-    r, cut = learner.config.rollout, division(learner.config, learner.mesh)
-    parts = cut.micro_batches * -(-len(answers.texts) // (r.prompts * r.group_size))
-    cut = replace(cut, mini_batches=1, micro_batches=parts)
-    batch, _ = batching.make_batch(answers, learner.config.model, cut, mesh=learner.mesh)
-    with jax.set_mesh(learner.mesh):
-        logp = jax.device_get(learner.logprobs(params, batch)[0])
-    return logp[: len(answers.texts), : answers.tokens.shape[1]]
 
 
 def summary(

@@ -128,8 +128,12 @@ class Checkpoints:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             raise OSError(f"checkpoint {self._writing} in {self.folder} was not written ({why})") from error
 
-    def restore(self, like: Any, warn: Callable[[str], None], *, partial: bool = False) -> Restored | None:
+    def restore(
+        self, like: Any, warn: Callable[[str], None], step: int | None = None, *, partial: bool = False
+    ) -> Restored | None:
         """The newest whole checkpoint, placed and shaped `like` (arrays or ShapeDtypeStructs); None if none was saved.
+
+        With a `step` it is that one or none.
 
         One that is damaged is reported through `warn`, and the one before it is tried. When that is whole, the damaged
         ones are renamed `<step>.unreadable`, so that their steps can be written again. Raises Damaged when none is
@@ -145,7 +149,8 @@ class Checkpoints:
             state = ocp.args.PyTreeRestore(given, restore_args=placed, partial_restore=True)
         args = ocp.args.Composite(state=state, host=json_, checksums=json_)
         damaged: dict[int, str] = {}
-        for step in reversed(self.steps()):
+        steps = [s for s in self.steps() if step in (None, s)]
+        for step in reversed(steps):
             try:
                 found = self._manager.restore(step, args=args)
                 restored = replace(like, **found["state"]) if partial else found["state"]

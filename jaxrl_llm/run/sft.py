@@ -58,7 +58,7 @@ def traces(task: Task, tokenizer: Tokenizer, prime: Prime, seed: int, start: int
         prompts, draws, _ = stream.take(batch * n, n)
         names = behaviours(prime, seed, batch)
         texts = tuple(task.trace(p, str(b), int(d)) for p, b, d in zip(prompts, names, draws, strict=True))
-        questions = [tokenizer.encode(p.text, p.question) for p in prompts]
+        questions = list(map(tokenizer.encode_prompt, prompts))
         answers = [[*tokenizer.encode(t), tokenizer.eos_ids[0]] for t in texts]
         tokens = pad(answers)
         lengths = [np.array([len(t) for t in rows], np.int32) for rows in (questions, answers)]

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
+from jaxrl_llm.data import tokenizers
 from jaxrl_llm.learner.learner import Learner, build, fresh_state, learn_batch, update, update_critic, with_teacher
 from jaxrl_llm.learner.optim import updates_applied
 from jaxrl_llm.models.transformer import ModelConfig
-from jaxrl_llm.run import evals, folder, metrics, sft
+from jaxrl_llm.run import evals, folder, metrics, probe, sft
 from jaxrl_llm.run.checkpoint import Checkpoints
 from jaxrl_llm.run.modes import MODES, Position
 from jaxrl_llm.run.stopping import Stopped, stop_on_signals
@@ -130,6 +132,8 @@ def one_step(
                 learned |= policy
         with watch("push"):
             engine = push_weights(engine, state.params)
+            if learner.config.rollout.servers:
+                probe.prove(learner, engine, state.params)
     seconds = watch.seconds()
     sampled = int(scored.all_rollouts.lengths.sum())
     trained = int(answers.lengths.sum() + answers.prompt_lengths.sum())
@@ -149,25 +153,28 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
     with folder.opened(config, out, resume), stop_on_signals() as stopping:
         if not resume:  # else once it is known that there is something to resume
             folder.record(config, out, source)
-        learner = build(config)
-        with jax.set_mesh(learner.mesh):
-            learner = with_teacher(learner)
-            base = sft.prime(config, out / "base", learner.mesh, stopping) if config.prime else None
+        learner = replace(build(_with_own_tokenizer(config, out) if resume else config), config=config)
+        managed = Checkpoints(out / "checkpoints", config.checkpoint.keep)
+        with jax.set_mesh(learner.mesh), contextlib.closing(managed) as checkpoints:
+            learner, a, base = with_teacher(learner), config.algorithm, None
+            if config.prime:
+                base = sft.prime(config, out / "base", learner.mesh, stopping)
+            elif config.init and (not checkpoints.steps() or (a.needs_reference and not a.kl_refresh)):
+                base = config.init(config.model, learner.mesh)  # else all of it is in the checkpoint
             state, at = fresh_state(learner, base), Position()
-            if config.algorithm.needs_reference and state.reference is None:
+            if a.needs_reference and state.reference is None:
                 learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
-            with contextlib.closing(Checkpoints(out / "checkpoints", config.checkpoint.keep)) as checkpoints:
-                if resume and (found := checkpoints.restore(state, print)):
-                    state, at = found.state, Position.from_json(found.step, found.host)
-                    expected = f"at least {at.step}, the steps that the run has behind it"
-                    expect(at.step <= config.total_steps, "--resume: steps", config.steps, expected)
-                    if differ := configs.differences(found.host.get("machine", {}), folder.machine()):
-                        print(f"--resume: {'; '.join(differ)} (changes rounding, and so the samples to come)")
-                if resume:
-                    folder.record(config, out, source)
-                learner.tokenizer.save(out / "tokenizer")
-                with metrics.RunLog(out, at.step or None) as log:
-                    at = _loop(learner, state, at, log, checkpoints, stopping)
+            if resume and (found := checkpoints.restore(state, print)):
+                state, at = found.state, Position.from_json(found.step, found.host)
+                expected = f"at least {at.step}, the steps that the run has behind it"
+                expect(at.step <= config.total_steps, "--resume: steps", config.steps, expected)
+                if differ := configs.differences(found.host.get("machine", {}), folder.machine()):
+                    print(f"--resume: {'; '.join(differ)} (changes rounding, and so the samples to come)")
+            if resume:
+                folder.record(config, out, source)
+            learner.tokenizer.save(out / "tokenizer")
+            with metrics.RunLog(out, at.step or None) as log:
+                at = _loop(learner, state, at, log, checkpoints, stopping)
         if at.step < config.total_steps:
             raise Stopped(stopping())
 
@@ -180,6 +187,8 @@ def _loop(
     # What tells this learner from others at a sampler's server, also when it resumes
     run = f"{socket.gethostname()}:{checkpoints.folder.parent}"
     engine, mode = make_engine(learner, state.params, at.step, run), MODES[config.rollout.mode](learner)
+    if config.rollout.servers or config.init:
+        probe.prove(learner, engine, state.params)
 
     def save(wait: bool) -> None:
         if at.step and at.step not in checkpoints.steps():
@@ -279,17 +288,26 @@ def evaluate_policy(learner: Learner, engine: Any) -> dict[str, float]:
     return _evaluated(learner, engine)[0]
 
 
-def load_state(run: Path) -> tuple[Learner, TrainState, int]:
-    """A run's learner, which samples in this process, and its newest checkpoint with its step."""
+def _with_own_tokenizer(config: Config, run: Path) -> Config:
+    """The config of a run from imported weights, with the run's own copy of the tokenizer: the source may be gone."""
+    if config.init is None or not (run / "tokenizer").is_dir():
+        return config
+    return replace(config, tokenizer=partial(tokenizers.load, str(run / "tokenizer")))
+
+
+def load_state(run: Path, step: int | None = None) -> tuple[Learner, TrainState, int]:
+    """A run's learner, which samples in this process, and its newest checkpoint, or that of `step`, with its step."""
     expect(run.is_dir(), "run", str(run), "the folder of a run")
     config, warn = configs.load(run), lambda text: print(text, file=sys.stderr)
     for line in folder.edited(run):
         warn(line)
-    learner = build(replace(config, rollout=replace(config.rollout, servers=())))
+    learner = build(replace(_with_own_tokenizer(config, run), rollout=replace(config.rollout, servers=())))
     with jax.set_mesh(learner.mesh):
-        found = Checkpoints(run / "checkpoints", read_only=True).restore(fresh_state(learner), warn)
+        checkpoints = Checkpoints(run / "checkpoints", read_only=True)
+        found = checkpoints.restore(fresh_state(learner), warn, step)
     if found is None:
-        raise ValueError(f"run {run}: no checkpoint; expected one under {run / 'checkpoints'}")
+        which = "checkpoint" if step is None else f"checkpoint of step {step} among {checkpoints.steps()}"
+        raise ValueError(f"run {run}: no {which}; expected one under {run / 'checkpoints'}")
     return learner, found.state, found.step
 
 

@@ -172,6 +172,18 @@ class Client:
         """The groups of `requests`, in their order."""
         return decode.generate(self, requests)
 
+    def on_each(self, request: Request) -> dict[str, Group]:
+        """The answer to one request of every server that can be reached, by its name."""
+        outgoing, calls = _Outgoing(request), {}
+        for server in self._servers:
+            with self._changed:
+                outgoing.message.instance, outgoing.message.run = server.instance, self._pushed_run()
+                up = server.up
+            if up:
+                sample = _method(server.channel.unary_unary, "Sample", pb.SampleReply)
+                calls[server.name] = sample.future(outgoing.message, timeout=self.deadline_s, metadata=self._metadata)
+        return {n: wire.from_reply(call.result()) for n, call in calls.items() if call.exception() is None}
+
     def _able(self) -> list[_Server]:
         """Servers that may get a request at this moment."""
         with self._changed:  # which may be held already
@@ -387,6 +399,10 @@ class RemoteEngine:
         new = weights.push(self.model, params, None, version=version, quantized=self.quantized)
         self.client.push(named(new.params), version)
         return replace(self, version=version, bytes=new.bytes)
+
+    def probe(self, request: Request) -> dict[str, Group]:
+        """The answer to a request of each server that can be reached, by its name."""
+        return self.client.on_each(request)
 
     def close(self) -> None:
         self.client.close()

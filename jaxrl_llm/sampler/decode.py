@@ -75,6 +75,10 @@ class LocalEngine:
         jax.block_until_ready(new.params)
         return replace(self, weights=new)
 
+    def probe(self, request: Request) -> dict[str, Group]:
+        """The answer to a request of each sampler, by its name."""
+        return {"in this process": generate(self, [request])[0]}
+
     def close(self) -> None:
         """Nothing to be closed in this process."""
 

@@ -20,7 +20,7 @@ from jaxrl_llm.types import CANCELLED, EOS, Prompt, Reward, Rollouts, Task
 
 def encode_prompts(tokenizer: Tokenizer, prompts: tuple[Prompt, ...], max_prompt_tokens: int) -> list[list[int]]:
     """Token ids of the prompts. Raises ValueError for an empty one or one longer than `max_prompt_tokens`."""
-    ids = [tokenizer.encode(p.text, p.question) for p in prompts]
+    ids = list(map(tokenizer.encode_prompt, prompts))
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not 0 < len(tokens) <= max_prompt_tokens:
             most = f"rollout.max_prompt_tokens = {max_prompt_tokens}"

@@ -50,7 +50,7 @@ def test_only_a_newline_ends_a_line(tmp_path):
         (b'{"prompt": "a", "answer": }', "not JSON .*; expected an object a line"),
         (b'["prompt", "answer"]', "no field 'prompt'"),
         (b"3", "no field 'prompt'"),
-        (b'{"prompt": "", "answer": "b"}', "prompt is ''; expected text"),
+        (b'{"prompt": "", "answer": "b"}', "prompt is ''; expected text, or messages"),
         (b'{"prompt": ["a"], "answer": "b"}', r"prompt is \['a'\]; expected text"),
         (b'{"prompt": "\xff", "answer": "b"}', "not JSON"),
         (b"[" * 100_000, "not JSON"),

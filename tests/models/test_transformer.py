@@ -1,4 +1,4 @@
-"""The decoder against float64 loops and Hugging Face's models; parameter declarations; remat; dtypes."""
+"""The decoder against float64 loops; parameter declarations; remat; dtypes. Hugging Face's: see tests/parity."""
 
 import itertools
 import math
@@ -228,80 +228,3 @@ def test_bfloat16_activations_with_a_float32_head():
     hidden, _ = model(tokens, np.broadcast_to(np.arange(6), tokens.shape), attend)
     assert hidden.dtype == jnp.bfloat16
     assert tempered_logits(hidden.reshape(-1, 12), jnp.asarray(model.head_matrix()), 0.5).dtype == jnp.float32
-
-
-# --- Hugging Face -------------------------------------------------------------------------------------------------
-
-
-def hugging_face_params(config, model):
-    """A torch model's weights, transposed and cut into heads, stacked over layers."""
-    weights = {k: v.detach().numpy() for k, v in model.state_dict().items()}
-    c = config
-
-    def stacked(name, arrange):
-        return np.stack([arrange(weights[f"model.layers.{i}.{name}"]) for i in range(c.layers)])
-
-    flip = lambda w: w.T
-    into_heads = lambda n: lambda w: w.T.reshape(c.width, n, c.head_width)
-    per_head = lambda n: lambda w: w.reshape(n, c.head_width)
-    keep = lambda w: w
-    names = (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads))
-    a = {x: stacked(f"self_attn.{x}_proj.weight", into_heads(n)) for x, n in names}
-    a["o"] = stacked("self_attn.o_proj.weight", lambda w: w.T.reshape(c.heads, c.head_width, c.width))
-    if c.qkv_bias:
-        a |= {f"{x}_bias": stacked(f"self_attn.{x}_proj.bias", per_head(n)) for x, n in names}
-    if c.qk_norm:
-        a |= {f"{x}_norm": {"scale": stacked(f"self_attn.{x}_norm.weight", keep)} for x in "qk"}
-    params = {
-        "embed": weights["model.embed_tokens.weight"],
-        "norm": {"scale": weights["model.norm.weight"]},
-        "layers": {
-            "attention": a,
-            "attention_norm": {"scale": stacked("input_layernorm.weight", keep)},
-            "mlp_norm": {"scale": stacked("post_attention_layernorm.weight", keep)},
-            "mlp": {x: stacked(f"mlp.{x}_proj.weight", flip) for x in ("gate", "up", "down")},
-        },
-    }
-    return params if c.tied_head else params | {"head": weights["lm_head.weight"].T}
-
-
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Llama"])
-def test_parity_with_hugging_face(name):
-    torch = pytest.importorskip("torch")
-    import transformers
-
-    config = {
-        "Qwen2": replace(TINY, qkv_bias=True, head_width=3 * 2, width=24, rope_theta=1000.0),
-        "Qwen3": replace(TINY, qk_norm=True, rope_theta=1000.0, tied_head=False),
-        "Llama": replace(TINY, rope_theta=100.0, rope_scaling=SCALING, tied_head=False, norm_eps=1e-5),
-    }[name]
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if s := config.rope_scaling:
-        rope |= {"rope_type": "llama3", "factor": s.factor, "low_freq_factor": s.low_freq_factor}
-        rope |= {"high_freq_factor": s.high_freq_factor, "original_max_position_embeddings": s.original_max_position}
-    torch.manual_seed(0)
-    theirs = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(
-            vocab_size=config.vocab_size,
-            hidden_size=config.width,
-            intermediate_size=config.mlp_width,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.head_width,
-            rms_norm_eps=config.norm_eps,
-            tie_word_embeddings=config.tied_head,
-            max_position_embeddings=512,
-            rope_parameters=rope,
-            attn_implementation="eager",
-        )
-    ).float()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-        tokens = some_tokens(2, 100)
-        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
-    params = hugging_face_params(config, theirs)
-    jax.tree.map(lambda x, y: np.testing.assert_equal(x.shape, y.shape), params, shapes_of(config))
-    assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(logits_of(config, params, tokens), expected, atol=1e-4, rtol=1e-4)

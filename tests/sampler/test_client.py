@@ -231,6 +231,18 @@ def test_a_push_reaches_every_server():
             client.push(sent, 4)
 
 
+def test_a_probe_is_answered_by_every_server_that_is_there():
+    probe = Request((3, 4), group=1, max_tokens=8, draw=5)
+    with running(FakeBackend()) as a, running(FakeBackend()) as b, client_of(a.address, b.address) as client:
+        client.push(fake_backend.leaves(), 5)
+        answered = client.on_each(probe)
+        assert list(answered) == [a.address, b.address]
+        for group in answered.values():
+            assert_answered([group], [probe], version=5)
+        assert [len(worker.backend.submitted) for worker in (a, b)] == [1, 1]
+        assert client.on_each(Request((3, 4), stop=("unservable",))) == {}  # what a server refuses is no answer
+
+
 def test_weights_that_a_server_refuses():
     with running(FakeBackend()) as a, client_of(a.address) as client:
         with pytest.raises(ValueError, match=re.escape(f"{a.address}: leaves is ")):
