@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.objective.token_weights import token_weights
-from jaxrl_llm.types import LENGTH, AnyArray, Batch, Rollouts, expect
+from jaxrl_llm.types import LENGTH, AnyArray, Batch, Rollouts, Routing, expect
 
 
 def bucket(n: int, smallest: int = 16) -> int:
@@ -40,11 +40,15 @@ def make_batch(
     need = int(rollouts.prompt_lengths.max()) - 1, int(rollouts.lengths.max())
     fits = need[0] <= size and need[1] <= length
     expect(fits, "shape", shape, f"at least {need} tokens of prefix and response")
-    fit = lambda x, n: np.pad(x[:, :n], ((0, 0), (0, max(0, n - x.shape[1]))))
+    fit = lambda x, n: np.pad(x[:, :n], ((0, 0), (0, max(0, n - x.shape[1])), *((0, 0),) * (x.ndim - 2)))
     before = np.arange(size) < rollouts.prompt_lengths[:, None] - 1
     last = np.take_along_axis(rollouts.prompt_tokens, rollouts.prompt_lengths[:, None] - 1, axis=1)
     targets = fit(rollouts.tokens, length)
     mask = np.arange(length) < rollouts.lengths[:, None]
+    routing = None
+    if (experts := rollouts.experts) is not None:
+        none = np.iinfo(experts.dtype).max
+        routing = Routing(sampler=np.where(mask[..., None, None], fit(experts, length), none).astype(experts.dtype))
     if drop_truncated:
         mask &= (rollouts.finish != LENGTH)[:, None]
     if kept is not None:
@@ -57,6 +61,7 @@ def make_batch(
         mask=mask,
         adv=np.zeros(mask.shape, np.float32),
         sampler_logp=np.where(mask, fit(rollouts.sampler_logp, length), 0).astype(np.float32),
+        routing=routing,
     )
     return jax.device_put(batch, sharding)
 

@@ -61,6 +61,7 @@ def make(
 
     def predict(params: Any, policy: Any, batch: Batch) -> Array:
         trunk = params["trunk"] if critic.kind == "network" else stop_gradient(policy)
+        batch = replace(batch, routing=None)  # another network's routers: the policy's choice is none for them
         hidden = train_step.response_hidden(config, {k: v for k, v in trunk.items() if k != "head"}, batch)[0]
         w, b = params["value"]["w"], params["value"]["b"]
         return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), w, precision="highest") + b

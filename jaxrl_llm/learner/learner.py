@@ -27,7 +27,7 @@ from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler.groups import ScoredBatch
-from jaxrl_llm.types import Batch, Reward, Rollouts, Task, TrainState
+from jaxrl_llm.types import Batch, Reward, Rollouts, Routing, Task, TrainState, expect
 
 _with_weights = jax.jit(batching.with_weights, static_argnames=("norm", "max_len", "nll", "phase_weights"))
 _explained_variance = jax.jit(critic.explained_variance)
@@ -159,21 +159,39 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
     batch = batching.make_batch(answers, shape=shape, sharding=split_rows, **masked)
     if a.nll_coef:
         batch = replace(batch, correct=jax.device_put(np.array([r.correct for r in scored.rewards]), split_rows))
+    if a.needs_reference:
+        reference = learner.ref_params if state.reference is None else state.reference
+        batch = replace(batch, ref_logp=learner.logprobs(reference, batch)[0])
+    batch, own_logp = _with_routing(learner, state, batch)
     if a.bypass:
         batch = replace(batch, old_logp=batch.sampler_logp)
     elif scored.old_logp is not None:
         padding = batch.mask.shape[1] - scored.old_logp.shape[1]
         batch = replace(batch, old_logp=jax.device_put(np.pad(scored.old_logp, ((0, 0), (0, padding))), split_rows))
     elif a.needs_old:
-        batch = replace(batch, old_logp=learner.logprobs(state.params, batch)[0])
-    if a.needs_reference:
-        reference = learner.ref_params if state.reference is None else state.reference
-        batch = replace(batch, ref_logp=learner.logprobs(reference, batch)[0])
+        batch = replace(batch, old_logp=learner.logprobs(state.params, batch)[0] if own_logp is None else own_logp)
     if learner.critic is not None:
         batch = replace(batch, values=learner.critic.values(state.critic.params, state.params, batch))
     indices = np.zeros(len(answers.prompts), np.int64) if answers.indices is None else answers.indices
     batch, memory = learner.assign_advantages(batch, scored.shaped, answers.lengths, scored.kept, indices, state.memory)
     return batch, replace(state, memory=memory)
+
+
+def _with_routing(learner: Learner, state: TrainState, batch: Batch) -> tuple[Batch, Array | None]:
+    """Of a mixture of experts: the batch with the choice of the learner's routers and the one that is replayed, and the
+    learner's log-probs from the same pass. They are not taken, None, where nothing could differ or nobody asks.
+    """
+    a, recorded = learner.config.algorithm, batch.routing or Routing()
+    asked = a.needs_old or a.updates.routing_replay == "R2" or wants(a.loss, "log_router_ratio")
+    if a.updates.routing_replay == "R3":
+        expect(recorded.sampler is not None, "algorithm.updates.routing_replay", "R3", "answers with their routing")
+        recorded = recorded._replace(replay=recorded.sampler)
+        batch = replace(batch, routing=recorded)
+    if not learner.config.model.experts or a.steps_per_batch == 1 or not asked:
+        return batch, None
+    logp, _, experts, router_logp = learner.logprobs(state.params, batch, record=True)
+    replay = experts if a.updates.routing_replay == "R2" else recorded.replay
+    return replace(batch, routing=Routing(recorded.sampler, experts, router_logp, replay)), logp
 
 
 def choose_tokens(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key: Array) -> Batch:

@@ -16,14 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxrl_llm.learner.batching import merge_parts, split_batch
-from jaxrl_llm.models import attention, transformer
+from jaxrl_llm.models import attention, moe, transformer
 from jaxrl_llm.models.logprobs import token_logprobs
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import losses
 from jaxrl_llm.objective.algorithms import Algorithm, call
 from jaxrl_llm.objective.corrections import mismatch_report
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.types import Batch, TrainState
+from jaxrl_llm.types import Batch, Routing, TrainState
 
 Metrics = dict[str, Array]
 Tx = optax.GradientTransformation  # an optimiser
@@ -54,8 +54,8 @@ def train_state_shardings(tx: Tx, shapes: Any, params: Any, mesh: Mesh) -> Train
     return TrainState(params, moments, replicated)
 
 
-def response_hidden(config: ModelConfig, params: Any, batch: Batch) -> tuple[Array, nnx.Module]:
-    """Final hidden states [B,T,D], aligned with the response, and the model that made them.
+def response_hidden(config: ModelConfig, params: Any, batch: Batch) -> tuple[Array, nnx.Module, Array | None]:
+    """Final hidden states [B,T,D], aligned with the response, the model, and its routers' logits [B,T,L,E] if any.
 
     A row of the model is a prompt with all its answers: [prefix | answer 0 | … | answer G-1].
     """
@@ -65,28 +65,47 @@ def response_hidden(config: ModelConfig, params: Any, batch: Batch) -> tuple[Arr
     answers = batch.prefix_lengths[:, None] + jnp.tile(jnp.arange(length), group)[None]
     positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(size), (prompts, size)), answers], axis=1)
     model = nnx.merge(transformer.split(config), params)
-    hidden, _ = model(tokens, positions, attention.grouped(batch.prefix_lengths, size, group))
-    return hidden[:, size:].reshape(rows, length, -1), model
+    replay = None if batch.routing is None else batch.routing.replay
+    if replay is not None:  # no expert's id on the prefix: there the live router chooses
+        replay, none = replay.reshape(prompts, group * length, *replay.shape[2:]), jnp.iinfo(replay.dtype).max
+        replay = jnp.pad(replay, ((0, 0), (size, 0), (0, 0), (0, 0)), constant_values=none)
+    hidden, router = model(tokens, positions, attention.grouped(batch.prefix_lengths, size, group), replay)
+    aligned = lambda x: x[:, size:].reshape(rows, length, *x.shape[2:])
+    return aligned(hidden), model, None if router is None else aligned(router)
 
 
-def response_logprobs(config: ModelConfig, params: Any, batch: Batch, temperature: float) -> tuple[Array, Array]:
-    """Log-prob of every target and entropy, [B,T], aligned with the response. The one path for every log-prob."""
-    hidden, model = response_hidden(config, params, batch)
-    return token_logprobs(hidden, model.head_matrix(), batch.targets, temperature=temperature)
+def response_logprobs(config: ModelConfig, params: Any, batch: Batch, temperature: float) -> tuple[Array, ...]:
+    """Log-prob of every target and entropy, [B,T], aligned with the response. The one path for every log-prob.
+
+    Of a mixture of experts also the routers' logits, [B,T,L,E].
+    """
+    hidden, model, router = response_hidden(config, params, batch)
+    out = token_logprobs(hidden, model.head_matrix(), batch.targets, temperature=temperature)
+    return out if router is None else (*out, router)
 
 
 def make_logprobs(config: ModelConfig, temperature: float, micro_batches: int) -> Callable:
-    """(params, batch) → log-probs and entropies [B,T], for all that is not differentiated; compiled once a shape."""
+    """(params, batch) → log-probs and entropies [B,T], for all that is not differentiated; compiled once a shape.
 
-    @jax.jit
-    def logprobs(params: Any, batch: Batch) -> tuple[Array, Array]:
-        parts = split_batch(batch, micro_batches)
-        out = jax.lax.map(lambda b: response_logprobs(config, params, b, temperature), parts)
+    With `record`, of a mixture of experts: also its routers' choice and the log-probs of that, [B,T,L,K].
+    """
+
+    @partial(jax.jit, static_argnames="record")
+    def logprobs(params: Any, batch: Batch, record: bool) -> tuple[Array, ...]:
+        def one(part: Batch) -> tuple[Array, ...]:
+            logp, entropy, *router = response_logprobs(config, params, part, temperature)
+            if not record:
+                return logp, entropy
+            experts = moe.top_experts(router[0], config.experts_per_token)
+            return logp, entropy, experts, moe.router_logp(router[0], experts)
+
+        out = jax.lax.map(one, split_batch(batch, micro_batches))
         return jax.tree.map(lambda x: merge_parts(x, batch.prefix.shape[0]), out)
 
     # What the model reads, and no more: jit would compile anew when an array that it does not read is added.
-    inputs = lambda b: Batch(b.prefix, b.prefix_lengths, b.inputs, b.targets, None, None)
-    return lambda params, batch: logprobs(params, inputs(batch))
+    replayed = lambda r: None if r is None else Routing(replay=r.replay)
+    inputs = lambda b: Batch(b.prefix, b.prefix_lengths, b.inputs, b.targets, None, None, routing=replayed(b.routing))
+    return lambda params, batch, record=False: logprobs(params, inputs(batch), record)
 
 
 def _arrays(batch: Batch, logp: Array) -> dict[str, Array | None]:
@@ -140,6 +159,20 @@ def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Arra
     return metrics
 
 
+def router_arrays(routing: Routing | None, logits: Array, k: int) -> Metrics:
+    """Of a mixture of experts, [B,T]: the log router ratio, and the parts of the layers in which choices differ."""
+    if routing is None:
+        return {}
+    arrays, learner = {}, moe.top_experts(logits, k)
+    if routing.old is not None:
+        arrays["router/log_ratio"] = moe.log_router_ratio(logits, routing.old, routing.old_logp)
+        arrays["router/old_differs"] = moe.disagreement(learner, routing.old)
+        learner = routing.old
+    if routing.sampler is not None:
+        arrays["router/sampler_differs"] = moe.disagreement(learner, routing.sampler)
+    return arrays
+
+
 def accumulate(loss: Callable, params: Any, batch: Batch, micro_batches: int) -> tuple[Any, Array, Any]:
     """Gradients and value of loss(params, batch) → (value, arrays [B,T]), summed over micro-batches, and the arrays.
 
@@ -161,14 +194,31 @@ def accumulate(loss: Callable, params: Any, batch: Batch, micro_batches: int) ->
 
 def make_gradients(config: ModelConfig, algorithm: Algorithm, temperature: float, micro_batches: int) -> Callable:
     """(params, batch) → gradients, loss, metrics."""
+    k, aux_coef = config.experts_per_token, config.router_aux_coef if config.experts else 0.0
 
-    def loss(params: Any, batch: Batch) -> tuple[Array, tuple[Array, Array]]:
-        per_token = response_logprobs(config, params, batch, temperature)
-        return objective(algorithm, batch, *per_token), per_token
+    def part_loads(params: Any, batch: Batch) -> Array:
+        return moe.expert_loads(response_logprobs(config, params, batch, temperature)[2], batch.mask, k)
 
     def gradients(params: Any, batch: Batch) -> tuple[Any, Array, Metrics]:
-        grads, value, per_token = accumulate(loss, params, batch, micro_batches)
-        return grads, value, token_metrics(algorithm, batch, *map(stop_gradient, per_token))
+        loads, tokens = None, jnp.sum(batch.mask)
+        if aux_coef and micro_batches > 1:  # the loads are the whole batch's, which no part knows: one more pass
+            loads = jax.lax.map(partial(part_loads, params), split_batch(batch, micro_batches)).sum(axis=0)
+
+        def loss(params: Any, batch: Batch) -> tuple[Array, tuple[Array, Array, Metrics]]:
+            logp, entropy, *router = response_logprobs(config, params, batch, temperature)
+            routers = router_arrays(batch.routing, router[0], k) if router else {}
+            batch = replace(batch, log_router_ratio=routers.get("router/log_ratio"))
+            value = objective(algorithm, batch, logp, entropy)
+            if aux_coef:
+                counted = moe.expert_loads(router[0], batch.mask, k) if loads is None else loads
+                value = value + aux_coef * moe.load_balancing(router[0], batch.mask, counted, tokens)
+            return value, (logp, entropy, routers)
+
+        grads, value, (logp, entropy, routers) = accumulate(loss, params, batch, micro_batches)
+        batch = replace(batch, log_router_ratio=routers.get("router/log_ratio"))
+        metrics = token_metrics(algorithm, batch, *map(stop_gradient, (logp, entropy)))
+        mean = lambda x: jnp.sum(jnp.where(batch.mask, x, 0.0)) / jnp.maximum(tokens, 1)
+        return grads, value, metrics | {name: mean(x) for name, x in routers.items()}
 
     return gradients
 

@@ -1,0 +1,161 @@
+"""Routing replay and the router ratio, from recorded routing to an update."""
+
+import re
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from cases import CONFIG, PLAIN, REWARDS, rollouts_of, scored
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.learner import batching, learner, train_step
+from jaxrl_llm.models import moe
+from jaxrl_llm.objective import losses
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Updates
+
+E, K, L, LENGTHS = 5, 2, 3, [3, 4, 5, 6]
+MODEL = replace(CONFIG.model, layers=L, experts=E, experts_per_token=K, expert_width=6)
+RSPO = replace(ALGORITHMS["rspo"], updates_per_batch=2)
+
+
+def answers():
+    rollouts = rollouts_of(LENGTHS)
+    drawn = np.random.default_rng(3).permuted(
+        np.tile(np.arange(E, dtype=np.uint8), (*rollouts.tokens.shape, L, 1)), axis=-1
+    )
+    return replace(rollouts, experts=drawn[..., :K])
+
+
+def build(algorithm=PLAIN, **changes):
+    made = learner.build(replace(CONFIG, algorithm=algorithm, model=replace(MODEL, **changes)))
+    with jax.set_mesh(made.mesh):
+        state = learner.fresh_state(made)
+    params = jax.tree.map(lambda x: x.copy(), state.params)
+    params["layers"]["moe"]["router"] *= 3.0
+    return made, replace(state, params=params)
+
+
+def routers(made, state, batch):
+    """The live routers' logits, with what the batch says is replayed."""
+    return train_step.response_logprobs(made.config.model, state.params, batch, 0.7)[2]
+
+
+def on_tokens(x):
+    """What is recorded of the answers' own tokens."""
+    return np.concatenate([np.asarray(x)[i, :n] for i, n in enumerate(LENGTHS)])
+
+
+@pytest.mark.parametrize("replay", ["", "R2", "R3"])
+def test_whose_choice_is_replayed(replay):
+    made, state = build(replace(RSPO, updates=Updates(routing_replay=replay)))
+    batch, _ = learner.learn_batch(made, state, scored(answers(), REWARDS))
+    routing, given = batch.routing, answers().experts
+    np.testing.assert_array_equal(on_tokens(routing.sampler), on_tokens(given))
+    assert np.all(np.asarray(routing.sampler)[0, 3:] == 255)
+    own = routers(made, state, replace(batch, routing=routing._replace(replay=None)))
+    own = np.sort(on_tokens(moe.top_experts(own, K)))
+    if replay == "R3":  # what the old pass has recorded is its own routers' choice, on the hidden states of the replay
+        np.testing.assert_array_equal(on_tokens(routing.replay), on_tokens(given))
+        assert np.any(np.sort(on_tokens(routing.old))[:, 1:] != own[:, 1:])
+    else:
+        np.testing.assert_array_equal(np.sort(on_tokens(routing.old)), own)
+        assert (routing.replay is None) == (replay == "")
+    if replay == "R2":
+        np.testing.assert_array_equal(routing.replay, routing.old)
+    live = routers(made, state, batch)
+    np.testing.assert_allclose(moe.router_logp(live, routing.old), routing.old_logp, atol=1e-5)
+    logp = train_step.response_logprobs(made.config.model, state.params, batch, 0.7)[0]
+    np.testing.assert_allclose(on_tokens(logp), on_tokens(batch.old_logp), atol=1e-5)
+
+
+def test_the_reference_is_never_replayed():
+    made, state = build(replace(PLAIN, kl="k3", kl_coef=0.1, updates=Updates(routing_replay="R3", epochs=2)))
+    made = replace(made, ref_params=state.params)
+    batch, _ = learner.learn_batch(made, state, scored(answers(), REWARDS))
+    plain = learner.learn_batch(*build(replace(PLAIN, updates=Updates(epochs=2))), scored(answers(), REWARDS))[0]
+    np.testing.assert_allclose(on_tokens(batch.ref_logp), on_tokens(plain.old_logp), atol=1e-5)
+    assert np.abs(on_tokens(batch.ref_logp) - on_tokens(batch.old_logp)).max() > 0.01
+
+
+def moved(state):
+    """Another policy: each parameter a little elsewhere."""
+    rng = np.random.default_rng(5)
+    return replace(state, params=jax.tree.map(lambda x: x + 0.15 * rng.normal(size=x.shape).astype("f"), state.params))
+
+
+def test_rspo_gets_the_ratio_of_the_real_routers():
+    made, state = build(RSPO)
+    batch, state = learner.learn_batch(made, state, scored(answers(), REWARDS))
+    batch = batching.with_weights(batch, "sequence", None)
+    new = moved(state)
+    grads, value, metrics = train_step.make_gradients(MODEL, RSPO, 0.7, 1)(new.params, batch)
+    logp, _, router = train_step.response_logprobs(MODEL, new.params, batch, 0.7)
+    log_softmax = lambda x: np.asarray(jax.nn.log_softmax(x), np.float64)
+    was, now = log_softmax(routers(made, state, batch)), log_softmax(router)
+    ratio, differs = np.zeros(batch.mask.shape, np.float32), np.zeros(batch.mask.shape)
+    for i in np.ndindex(batch.mask.shape):
+        old = [np.argsort(-was[i][l])[:K] for l in range(L)]
+        ratio[i] = -np.mean([abs(now[i][l][e] - was[i][l][e]) for l in range(L) for e in old[l]])
+        differs[i] = np.mean([set(old[l]) != set(np.argsort(-now[i][l])[:K]) for l in range(L)])
+    x = losses.rspo(logp, batch.old_logp, batch.adv, batch.mask, log_router_ratio=ratio)
+    np.testing.assert_allclose(value, np.sum(np.asarray(batch.weights) * x), rtol=1e-4)
+    assert ratio[np.asarray(batch.mask)].max() < -0.05
+    mean = lambda x: np.mean(on_tokens(x))
+    np.testing.assert_allclose(metrics["router/log_ratio"], mean(ratio), rtol=1e-3)
+    np.testing.assert_allclose(metrics["router/old_differs"], mean(differs), rtol=1e-5)
+    sampler = [
+        np.mean([set(np.argsort(-was[i][l])[:K]) != set(answers().experts[i][l].tolist()) for l in range(L)])
+        for i in np.argwhere(np.asarray(batch.mask)).tolist() for i in [tuple(i)]
+    ]  # fmt: skip
+    np.testing.assert_allclose(metrics["router/sampler_differs"], np.mean(sampler), rtol=1e-5)
+    assert 0.05 < metrics["router/old_differs"] < 0.95
+    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
+
+
+def test_replay_keeps_the_experts_of_an_update_where_they_were():
+    """Nothing differs of what is used: the policy that has moved has the log-probs of a loop with the old experts."""
+    made, state = build(replace(PLAIN, updates=Updates(routing_replay="R2", epochs=2)))
+    batch, state = learner.learn_batch(made, state, scored(answers(), REWARDS))
+    new = moved(state)
+    logp = train_step.response_logprobs(MODEL, new.params, batch, 0.7)[0]
+    free = train_step.response_logprobs(MODEL, new.params, replace(batch, routing=None), 0.7)[0]
+    assert np.abs(on_tokens(logp) - on_tokens(free)).max() > 1e-3
+    state, row = learner.update(made, state, batch)
+    assert 0 < row["router/sampler_differs"] <= 1
+    assert row["skipped"] == 0
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_load_balancing_loss_is_of_the_whole_batch(micro_batches):
+    config = replace(MODEL, router_aux_coef=0.1)
+    made, state = build(RSPO, router_aux_coef=0.1)
+    batch, _ = learner.learn_batch(made, state, scored(answers(), REWARDS))
+    batch = batching.with_weights(batch, "sequence", None)
+    grads, value, _ = train_step.make_gradients(config, RSPO, 0.7, micro_batches)(state.params, batch)
+    plain, without, _ = train_step.make_gradients(MODEL, RSPO, 0.7, micro_batches)(state.params, batch)
+
+    def aux(params):
+        logits = train_step.response_logprobs(config, params, batch, 0.7)[2]
+        loads = moe.expert_loads(logits, batch.mask, K)
+        return 0.1 * moe.load_balancing(logits, batch.mask, loads, sum(LENGTHS))
+
+    want, slope = jax.value_and_grad(aux)(state.params)
+    np.testing.assert_allclose(value - without, want, rtol=1e-4)
+    for a, b, c in zip(*map(jax.tree.leaves, (grads, plain, slope)), strict=True):
+        np.testing.assert_allclose(a - b, c, atol=2e-5 * max(1e-3, float(np.abs(a).max())))
+    assert np.abs(slope["layers"]["moe"]["router"]).max() > 1e-4
+
+
+def test_a_dense_model_has_nothing_to_replay_and_servers_record_nothing():
+    at = replace(CONFIG, algorithm=replace(PLAIN, updates=Updates(routing_replay="R2")))
+    message = "algorithm.updates.routing_replay is 'R2'; expected '': a model without experts"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        configs.validate(at)
+    at = replace(at, model=MODEL, rollout=replace(at.rollout, servers=("host:1",)))
+    configs.validate(at)
+    at = replace(at, algorithm=replace(PLAIN, updates=Updates(routing_replay="R3")))
+    with pytest.raises(ValueError, match="routing_replay is 'R3'; expected '' or 'R2' with rollout.servers"):
+        configs.validate(at)
+    with pytest.raises(ValueError, match="model.experts_per_token is 6; expected at most model.experts = 5"):
+        configs.validate(replace(CONFIG, model=replace(MODEL, experts_per_token=6)))
