@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from countdown_grpo import CONFIG as BASE
 
+from jaxrl_llm.models import presets
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 
 CONFIG = replace(
     BASE,
-    # 8 experts, 2 for a token: together as wide as the dense model's MLP
-    model=replace(BASE.model, experts=8, experts_per_token=2, expert_width=192),
+    model=replace(presets.NANO, experts=8, experts_per_token=2, expert_width=128),
     algorithm=replace(ALGORITHMS["rspo"], updates_per_batch=4),  # 8 in the row
     rollout=replace(BASE.rollout, dtype="int8"),
     micro_batches=2,

@@ -36,9 +36,12 @@ def build(algorithm=PLAIN, **changes):
     return made, replace(state, params=params)
 
 
+forward = jax.jit(train_step.response_logprobs, static_argnums=(0, 3))
+
+
 def routers(made, state, batch):
     """The live routers' logits, with what the batch says is replayed."""
-    return train_step.response_logprobs(made.config.model, state.params, batch, 0.7)[2]
+    return forward(MODEL, state.params, batch, 0.7)[2]
 
 
 def on_tokens(x):
@@ -65,7 +68,7 @@ def test_whose_choice_is_replayed(replay):
         np.testing.assert_array_equal(routing.replay, routing.old)
     live = routers(made, state, batch)
     np.testing.assert_allclose(moe.router_logp(live, routing.old), routing.old_logp, atol=1e-5)
-    logp = train_step.response_logprobs(made.config.model, state.params, batch, 0.7)[0]
+    logp = forward(MODEL, state.params, batch, 0.7)[0]
     np.testing.assert_allclose(on_tokens(logp), on_tokens(batch.old_logp), atol=1e-5)
 
 
@@ -89,8 +92,8 @@ def test_rspo_gets_the_ratio_of_the_real_routers():
     batch, state = learner.learn_batch(made, state, scored(answers(), REWARDS))
     batch = batching.with_weights(batch, "sequence", None)
     new = moved(state)
-    grads, value, metrics = train_step.make_gradients(MODEL, RSPO, 0.7, 1)(new.params, batch)
-    logp, _, router = train_step.response_logprobs(MODEL, new.params, batch, 0.7)
+    grads, value, metrics = jax.jit(train_step.make_gradients(MODEL, RSPO, 0.7, 1))(new.params, batch)
+    logp, _, router = forward(MODEL, new.params, batch, 0.7)
     log_softmax = lambda x: np.asarray(jax.nn.log_softmax(x), np.float64)
     was, now = log_softmax(routers(made, state, batch)), log_softmax(router)
     ratio, differs = np.zeros(batch.mask.shape, np.float32), np.zeros(batch.mask.shape)
@@ -118,33 +121,33 @@ def test_replay_keeps_the_experts_of_an_update_where_they_were():
     made, state = build(replace(PLAIN, updates=Updates(routing_replay="R2", epochs=2)))
     batch, state = learner.learn_batch(made, state, scored(answers(), REWARDS))
     new = moved(state)
-    logp = train_step.response_logprobs(MODEL, new.params, batch, 0.7)[0]
-    free = train_step.response_logprobs(MODEL, new.params, replace(batch, routing=None), 0.7)[0]
+    logp = forward(MODEL, new.params, batch, 0.7)[0]
+    free = forward(MODEL, new.params, replace(batch, routing=None), 0.7)[0]
     assert np.abs(on_tokens(logp) - on_tokens(free)).max() > 1e-3
     state, row = learner.update(made, state, batch)
     assert 0 < row["router/sampler_differs"] <= 1
     assert row["skipped"] == 0
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_load_balancing_loss_is_of_the_whole_batch(micro_batches):
+def test_the_load_balancing_loss_is_of_the_whole_batch():
     config = replace(MODEL, router_aux_coef=0.1)
-    made, state = build(RSPO, router_aux_coef=0.1)
+    made, state = build(PLAIN)
     batch, _ = learner.learn_batch(made, state, scored(answers(), REWARDS))
-    batch = batching.with_weights(batch, "sequence", None)
-    grads, value, _ = train_step.make_gradients(config, RSPO, 0.7, micro_batches)(state.params, batch)
-    plain, without, _ = train_step.make_gradients(MODEL, RSPO, 0.7, micro_batches)(state.params, batch)
+    batch = batching.with_weights(batch, "token", None)
 
-    def aux(params):
-        logits = train_step.response_logprobs(config, params, batch, 0.7)[2]
+    def by_hand(params):
+        logp, entropy, logits = forward(MODEL, params, batch, 0.7)
         loads = moe.expert_loads(logits, batch.mask, K)
-        return 0.1 * moe.load_balancing(logits, batch.mask, loads, sum(LENGTHS))
+        aux = moe.load_balancing(logits, batch.mask, loads, sum(LENGTHS))
+        return train_step.objective(PLAIN, batch, logp, entropy) + 0.1 * aux, aux
 
-    want, slope = jax.value_and_grad(aux)(state.params)
-    np.testing.assert_allclose(value - without, want, rtol=1e-4)
-    for a, b, c in zip(*map(jax.tree.leaves, (grads, plain, slope)), strict=True):
-        np.testing.assert_allclose(a - b, c, atol=2e-5 * max(1e-3, float(np.abs(a).max())))
-    assert np.abs(slope["layers"]["moe"]["router"]).max() > 1e-4
+    (value, aux), grads = jax.jit(jax.value_and_grad(by_hand, has_aux=True))(state.params)
+    assert abs(aux - K) > 0.01
+    for micro_batches in (1, 2):
+        got, loss, _ = jax.jit(train_step.make_gradients(config, PLAIN, 0.7, micro_batches))(state.params, batch)
+        np.testing.assert_allclose(loss, value, rtol=1e-5)
+        for a, b in zip(*map(jax.tree.leaves, (got, grads)), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5 * float(np.abs(b).max()))
 
 
 def test_a_dense_model_has_nothing_to_replay_and_servers_record_nothing():

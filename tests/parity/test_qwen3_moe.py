@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 CONFIG = ModelConfig(
     vocab_size=23, layers=3, width=12, heads=4, kv_heads=2, head_width=6, mlp_width=20, rope_theta=1000.0, qk_norm=True,
-    tied_head=False, experts=5, experts_per_token=2, expert_width=7,
+    tied_head=False, experts=5, experts_per_token=2, expert_width=8,
 )  # fmt: skip
 
 
