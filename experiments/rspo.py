@@ -4,7 +4,7 @@ Paper:   RSPO, 2510.23027.
 Claim:   the paper: on a mixture of experts it stabilises GRPO, GSPO and GMPO, and scores higher.
 Command: jaxrl train experiments/rspo.py
 
-This model is dense: it has no routers, so all router ratios are 1 and the run is GMPO's.
+This model is dense: it has no routers, so all router ratios are 1 and the run is GMPO's. See moe_countdown.py.
 """
 
 from dataclasses import replace

@@ -7,6 +7,7 @@ B  responses in a batch, P·G, row-major by prompt: row p·G + g is response g o
 S  prompt tokens (padded)        T  response tokens (padded)
 D  model width                   V  vocabulary
 L  layers                        H, K  query heads, key-value heads
+E  experts of a layer            K  of a router: experts of a token
 
 Lengths are in tokens, log-probs and entropies in nats, times in seconds.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -87,10 +88,24 @@ class Rollouts:
     draws: np.ndarray  # int64 [P]: how many prompts had been handed out before this one
     versions: np.ndarray | None = None  # int32 [B,T]: the sampler's weights that drew each token, right-padded
     indices: np.ndarray | None = None  # int64 [P]: the prompts' places in `Task.train`; None: not of the training side
+    experts: np.ndarray | None = None  # [B,T,L,K]: where the sampler's routers sent each token, see `Routing`
 
     @property
     def group_size(self) -> int:
         return len(self.texts) // len(self.prompts)
+
+
+class Routing(NamedTuple):
+    """Which K experts each token goes through in every layer, [B,T,L,K]: ids in uint8 or uint16, in no order.
+
+    Position t is the input from which token t is predicted. Behind an answer's end the sampler's hold no expert's id,
+    the learner's anything.
+    """
+
+    sampler: jax.Array | None = None  # the choice of the sampler's routers
+    old: jax.Array | None = None  # that of the learner's, before the batch's first update
+    old_logp: jax.Array | None = None  # float32: log-probs of the latter in nats
+    replay: jax.Array | None = None  # one of the two, to be taken instead of the live routers' choice
 
 
 @dataclass(frozen=True)
@@ -150,7 +165,8 @@ class Batch:
     old_logp: jax.Array | None = None  # float32 [B,T]; None: this is the batch's only update, old is the live one
     ref_logp: jax.Array | None = None  # float32 [B,T]
     teacher_logp: jax.Array | None = None  # float32 [B,T]
-    log_router_ratio: jax.Array | None = None  # float32 [B,T], nats; None: the model has no routers
+    log_router_ratio: jax.Array | None = None  # float32 [B,T], nats; None: no routers, or none that could have moved
+    routing: Routing | None = None  # of a mixture of experts
     selected: jax.Array | None = None  # bool [B,T]: tokens chosen for the loss, over the whole optimiser batch
     correct: jax.Array | None = None  # bool [B]
     values: jax.Array | None = None  # float32 [B,T]: the critic's, before its updates
@@ -159,6 +175,10 @@ class Batch:
     nll_weights: jax.Array | None = None  # float32 [B,T], of −logp on correct responses
     critic_rows: Rows | None = None  # in the critic's mini-batches
     group_size: int = field(default=1, metadata={"static": True})  # G
+
+    @property
+    def replay(self) -> jax.Array | None:
+        return None if self.routing is None else self.routing.replay
 
 
 @jax.tree_util.register_dataclass

@@ -27,13 +27,14 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
         Config: "steps micro_batches", Mesh: "data fsdp tensor", Stage: "batches", Updates: "epochs",
         Rollout: "prompts group_size max_prompt_tokens max_response_tokens tokens_per_call max_rounds",
         Evaluation: "problems samples", Checkpoint: "every keep", Algorithm: "updates_per_batch",
-        ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width max_positions",
+        ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width max_positions experts_per_token "
+        "expert_width",
         Critic: "updates mini_batches", Learning: "logprob_chunk",
     }),
     ("at least 0", lambda x: x >= 0, {
         Config: "logged_samples abort_after seed", Rollout: "slots budget max_staleness top_k", Evaluation: "every",
         Shaping: "length_warmup", Critic: "pretrain head_std", Optimizer: "lr warmup weight_decay",
-        Learning: "row_tokens",
+        Learning: "row_tokens", ModelConfig: "experts router_aux_coef",
     }),
     ("a positive number", lambda x: x > 0, {
         Rollout: "temperature", Critic: "clip", Optimizer: "eps clip_norm", ModelConfig: "rope_theta norm_eps",
@@ -56,9 +57,6 @@ def validate(config: Config) -> Config:
     r, a, m = config.rollout, config.algorithm, config.mesh
     _types(config, "")
     ways = m.data * m.fsdp
-    fits = config.model.attention != "cudnn" or config.learner.layout == "grouped"
-    expected = "grouped with model.attention = cudnn, which knows no segments"
-    expect(fits, "learner.layout", config.learner.layout, expected)
     most, longest = config.learner.row_tokens, r.max_prompt_tokens + r.max_response_tokens
     expected = f"0, or at least {longest}, for rollout.max_prompt_tokens + rollout.max_response_tokens"
     expect(most == 0 or most >= longest, "learner.row_tokens", most, expected)
@@ -69,6 +67,10 @@ def validate(config: Config) -> Config:
     _validate_model(config.model)
     most, expected = config.model.max_positions, "at most model.max_positions = {} less rollout.max_prompt_tokens"
     expect(longest <= most, "rollout.max_response_tokens", r.max_response_tokens, expected.format(most))
+    fits = config.model.attention != "cudnn" or config.learner.layout == "grouped"
+    expected = "grouped with model.attention = cudnn, which knows no segments"
+    expect(fits, "learner.layout", config.learner.layout, expected)
+    _validate_replay(config)
     _validate_prime(config.prime)
     if config.init is not None:
         expect(config.prime is None, "init", _name(config.init), "None with prime: either makes the base policy")
@@ -99,6 +101,15 @@ def _validate_model(m: ModelConfig) -> None:
     if m.rope_scaling is not None:
         low, high = m.rope_scaling.low_freq_factor, m.rope_scaling.high_freq_factor
         expect(low < high, "model.rope_scaling.low_freq_factor", low, f"less than high_freq_factor = {high}")
+    k, expected = m.experts_per_token, f"at most model.experts = {m.experts}"
+    expect(not m.experts or k <= m.experts, "model.experts_per_token", k, expected)
+
+
+def _validate_replay(config: Config) -> None:
+    replay, name = config.algorithm.updates.routing_replay, "algorithm.updates.routing_replay"
+    expect(config.model.experts or not replay, name, replay, "'': a model without experts has no routers")
+    expected = "'' or 'R2' with rollout.servers, whose answers come without their routers' choice"
+    expect(replay != "R3" or not config.rollout.servers, name, replay, expected)
 
 
 def _validate_sampler(r: Rollout, ways: int) -> None:

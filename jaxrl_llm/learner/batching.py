@@ -15,7 +15,7 @@ from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.objective.token_weights import token_weights
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.parallel.sharding import constrain
-from jaxrl_llm.types import LENGTH, AnyArray, Batch, ModelInput, Rollouts, Rows, expect
+from jaxrl_llm.types import LENGTH, AnyArray, Batch, ModelInput, Rollouts, Routing, Rows, expect
 
 WHOLE = Division()
 
@@ -50,15 +50,20 @@ def make_batch(
     of_policy, statistics = laid_out(cut.mini_batches)
     of_critic = laid_out(critic_mini_batches)[0] if critic_mini_batches else None
     length = of_policy.inputs.layout.length
-    fit = lambda x: np.pad(x[:, :length], ((0, rows - len(x)), (0, max(0, length - x.shape[1]))))
+    more = lambda x: ((0, rows - len(x)), (0, max(0, length - x.shape[1])), *((0, 0),) * (x.ndim - 2))
+    fit = lambda x: np.pad(x[:, :length], more(x))
     mask = np.arange(length) < rollouts.lengths[:, None]
+    routing = None
+    if (experts := rollouts.experts) is not None:
+        none = np.iinfo(experts.dtype).max
+        routing = Routing(sampler=np.where(fit(mask)[..., None, None], fit(experts), none))
     if drop_truncated:
         mask &= (rollouts.finish != LENGTH)[:, None]
     if kept is not None:
         mask &= np.repeat(kept, group)[:, None]
     logp = np.where(mask, fit(rollouts.sampler_logp)[: len(mask)], 0).astype(np.float32)
     arrays = {"mask": fit(mask), "adv": np.zeros((rows, length), np.float32), "sampler_logp": fit(logp)}
-    arrays["valid"] = np.arange(rows) < len(mask)
+    arrays |= {"valid": np.arange(rows) < len(mask), "routing": routing}
     return Batch(of_policy, **placed(arrays, mesh), critic_rows=of_critic, group_size=group), statistics
 
 
@@ -117,6 +122,8 @@ def mini_batches(batch: Batch, rows: Rows) -> list[Batch]:
 
 def split_answers(x: Array, parts: int, group_size: int) -> Array:
     """[B,…] → [parts, B/parts, …], a prompt's answers in one part; a part takes every parts-th prompt."""
+    if parts == 1:
+        return x[None]
     y = x.reshape(-1, parts, group_size, *x.shape[1:]).swapaxes(0, 1)
     return y.reshape(parts, -1, *x.shape[1:])
 
@@ -134,7 +141,12 @@ def in_order(x: Array, rows: Rows, group_size: int) -> Array:
 
 
 def micro_batches(batch: Batch) -> tuple[ModelInput, Batch]:
-    """A mini-batch's rows, and its arrays in their order: leading axes [M]. Where a row has no answer, they are 0."""
-    inputs = jax.tree.map(lambda x: x[0], batch.rows.inputs)
-    one = lambda x: constrain(x.at[inputs.answers].get(mode="fill", fill_value=0), None, "batch")
-    return inputs, jax.tree.map(one, replace(batch, rows=None, critic_rows=None))
+    """A batch's rows, and its arrays in their order: leading axes [U·M]. Where a row has no answer, they are 0."""
+    at, merged = batch.rows.inputs.answers, lambda x: x.reshape(-1, *x.shape[2:])
+
+    def one(x: Array) -> Array:
+        there = at.reshape(len(at), -1, *(1,) * (x.ndim - 1))
+        y = jnp.take_along_axis(split_answers(x, len(at), batch.group_size), there, axis=1, mode="fill", fill_value=0)
+        return constrain(y.reshape(-1, at.shape[2], *x.shape[1:]), None, "batch")
+
+    return jax.tree.map(merged, batch.rows.inputs), jax.tree.map(one, replace(batch, rows=None, critic_rows=None))

@@ -65,7 +65,7 @@ def make(critic: Critic, config: ModelConfig, tx: GradientTransformation, mesh: 
 
     @jax.jit
     def values(params: Any, policy: Any, batch: Batch) -> Array:
-        out = train_step.over_micro_batches(lambda r: predict(params, policy, r), batch, batch.critic_rows)
+        out = train_step.over_micro_batches(lambda r, _: predict(params, policy, r), batch, batch.critic_rows)
         return jnp.where(batch.mask, out, 0.0)
 
     @partial(jax.jit, donate_argnums=0)

@@ -30,7 +30,7 @@ from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler.groups import ScoredBatch
-from jaxrl_llm.types import Batch, Reward, Rollouts, Task, TrainState, expect
+from jaxrl_llm.types import Batch, Reward, Rollouts, Routing, Task, TrainState, expect
 
 _with_weights = jax.jit(batching.with_weights, static_argnames=("norm", "max_len", "nll", "phase_weights"))
 _explained_variance = jax.jit(critic.explained_variance)
@@ -196,17 +196,18 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
     if a.nll_coef:
         correct = filled_up(np.array([r.correct for r in scored.rewards]))
         batch = replace(batch, correct=batching.placed(correct, mesh))
-    if a.bypass:
-        batch = replace(batch, old_logp=batch.sampler_logp)
-    elif scored.old_logp is not None:
-        batch = replace(batch, old_logp=batching.placed(filled_up(scored.old_logp), mesh))
-    elif a.needs_old:
-        batch = replace(batch, old_logp=learner.logprobs(state.params, batch)[0])
     if a.needs_reference:
         reference = learner.ref_params if state.reference is None else state.reference
         batch = replace(batch, ref_logp=learner.logprobs(reference, batch)[0])
     if wants(a.token_advantage, "teacher_logp"):
         batch = replace(batch, teacher_logp=learner.teacher_logprobs(learner.teacher.params, batch)[0])
+    batch, own_logp = _with_routing(learner, state, batch)
+    if a.bypass:
+        batch = replace(batch, old_logp=batch.sampler_logp)
+    elif scored.old_logp is not None:
+        batch = replace(batch, old_logp=batching.placed(filled_up(scored.old_logp), mesh))
+    elif a.needs_old:
+        batch = replace(batch, old_logp=learner.logprobs(state.params, batch)[0] if own_logp is None else own_logp)
     if learner.critic is not None:
         batch = replace(batch, values=learner.critic.values(state.critic.params, state.params, batch))
     indices = np.zeros(len(answers.prompts), np.int64) if answers.indices is None else answers.indices
@@ -231,6 +232,23 @@ def learner_logprobs(learner: Learner, params: Any, answers: Rollouts) -> Float[
     with jax.set_mesh(learner.mesh):
         logp = jax.device_get(learner.logprobs(params, batch)[0])
     return logp[: len(answers.texts), : answers.tokens.shape[1]]
+
+
+def _with_routing(learner: Learner, state: TrainState, batch: Batch) -> tuple[Batch, Array | None]:
+    """Of a mixture of experts: the batch with the choice of the learner's routers and the one that is replayed, and the
+    learner's log-probs from the same pass. They are not taken, None, where nothing could differ or nobody asks.
+    """
+    a, recorded = learner.config.algorithm, batch.routing or Routing()
+    asked = a.needs_old or a.updates.routing_replay == "R2" or wants(a.loss, "log_router_ratio")
+    if a.updates.routing_replay == "R3":
+        expect(recorded.sampler is not None, "algorithm.updates.routing_replay", "R3", "answers with their routing")
+        recorded = recorded._replace(replay=recorded.sampler)
+        batch = replace(batch, routing=recorded)
+    if not learner.config.model.experts or a.steps_per_batch == 1 or not asked:
+        return batch, None
+    logp, _, experts, router_logp = learner.logprobs(state.params, batch, record=True)
+    replay = experts if a.updates.routing_replay == "R2" else recorded.replay
+    return replace(batch, routing=Routing(recorded.sampler, experts, router_logp, replay)), logp
 
 
 def choose_tokens(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, key: Array) -> Batch:
@@ -275,7 +293,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
 def update_critic(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
     """The critic's optimiser steps on the batch, its mini-batches in turn; metrics with the explained variance."""
     c, value = learner.config.algorithm.critic, state.critic
-    minis, taken = batching.mini_batches(batch, batch.critic_rows), []
+    minis, taken = batching.mini_batches(replace(batch, routing=None), batch.critic_rows), []
     minis = [_with_weights(m, norm="token", max_len=None) for m in minis]
     for i in range(c.updates):
         value, m = learner.critic.step(value, state.params, minis[i % len(minis)])

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxrl_llm.learner.batching import in_order, micro_batches
-from jaxrl_llm.models import attention, transformer
+from jaxrl_llm.models import attention, moe, transformer
 from jaxrl_llm.models.logprobs import reverse_kl, token_logprobs
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import losses
@@ -24,7 +24,7 @@ from jaxrl_llm.objective.algorithms import Algorithm, call
 from jaxrl_llm.objective.corrections import mismatch_report
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.parallel.sharding import constrain
-from jaxrl_llm.types import Batch, ModelInput, Rows, TrainState
+from jaxrl_llm.types import Batch, ModelInput, Routing, Rows, TrainState
 
 Metrics = dict[str, Array]
 Tx = optax.GradientTransformation  # an optimiser
@@ -68,77 +68,96 @@ def train_state_shardings(tx: Tx, shapes: Any, params: Any, mesh: Mesh) -> Train
     return TrainState(params, moments, replicated)
 
 
-@jax.custom_vjp
-def _gathered(x: Array, there: Array, back: Array) -> Array:
-    """x [D,m,…] → [D,n,…], where entry i is x[:, there[:, i]], or 0 if that is m. `back` does the inverse.
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gathered(x: Array, there: Array, back: Array, fill: int) -> Array:
+    """x [D,m,…] → [D,n,…], where entry i is x[:, there[:, i]], or `fill` if that is m. `back` does the inverse.
 
     The gradient is a gather, too: of a gather's own gradient, a scatter, XLA does not know that no two places collide.
     """
     index = there.reshape(*there.shape, *(1,) * (x.ndim - 2))
-    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
+    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=fill)
 
 
-_gathered.defvjp(lambda x, there, back: (_gathered(x, there, back), (there, back)),
-                 lambda places, slope: (_gathered(slope, places[1], places[0]), None, None))  # fmt: skip
+_gathered.defvjp(lambda x, there, back, fill: (_gathered(x, there, back, fill), (there, back)),
+                 lambda _, places, slope: (_gathered(slope, places[1], places[0], 0), None, None))  # fmt: skip
 
 
-def _moved(x: Array, there: Array, back: Array) -> Array:
+def _moved(x: Array, there: Array, back: Array, fill: int = 0) -> Array:
     """`_gathered`, on each device of the mesh what it has: XLA by itself would send hidden states around."""
+    local = lambda x, there, back: _gathered(x, there, back, fill)
     if jax.sharding.get_abstract_mesh().empty:
-        return _gathered(x, there, back)
+        return local(x, there, back)
     rows = PartitionSpec(sharding.BATCH)
-    return jax.shard_map(_gathered, in_specs=(rows, rows, rows), out_specs=rows)(x, there, back)
+    return jax.shard_map(local, in_specs=(rows, rows, rows), out_specs=rows)(x, there, back)
 
 
-def response_hidden(config: ModelConfig, params: Any, rows: ModelInput) -> tuple[Array, nnx.Module]:
-    """Final hidden states [D,n,width] from which each generated token of a micro-batch is predicted; the model."""
-    layout, model = rows.layout, nnx.merge(transformer.split(config), params)
+def response_hidden(
+    config: ModelConfig, params: Any, rows: ModelInput, replay: Array | None = None
+) -> tuple[Array, nnx.Module, Array | None]:
+    """Final hidden states [D,n,width] from which each generated token of a micro-batch is predicted; the model; of a
+    mixture of experts its routers' logits [D,n,L,E]. replay: their choice for the answers' tokens, [D·b,T,L,K].
+    """
+    layout, model, shards = rows.layout, nnx.merge(transformer.split(config), params), len(rows.take)
     if layout.group:
         attend = attention.grouped(rows.segments, layout.prefix, layout.group, config.attention)
     else:
         attend = attention.packed(rows.segments, config.attention)
-    hidden, _ = model(rows.tokens, rows.positions, attend)
-    by_shard = hidden.reshape(rows.take.shape[0], -1, hidden.shape[-1])
-    return _moved(by_shard, rows.take, rows.untake), model
+    if replay is not None:  # where no token is generated, no expert's id: there the live router chooses
+        none, by_shard = jnp.iinfo(replay.dtype).max, replay.reshape(shards, -1, *replay.shape[2:])
+        placed = _moved(_moved(by_shard, rows.unput, rows.put, none), rows.untake, rows.take, none)
+        replay = placed.reshape(*rows.tokens.shape, *replay.shape[2:])
+    hidden, router = model(rows.tokens, rows.positions, attend, replay)
+    generated = lambda x: _moved(x.reshape(shards, -1, *x.shape[2:]), rows.take, rows.untake)
+    return generated(hidden), model, None if router is None else generated(router)
 
 
 def by_answer(rows: ModelInput, x: Array) -> Array:
-    """What belongs to generated tokens, [D,n], as [D·b,T]; 0 behind an answer's end."""
-    return constrain(_moved(x, rows.put, rows.unput).reshape(-1, rows.layout.length), "batch")
+    """What belongs to generated tokens, [D,n,…], as [D·b,T,…]; 0 behind an answer's end."""
+    return constrain(_moved(x, rows.put, rows.unput).reshape(-1, rows.layout.length, *x.shape[2:]), "batch")
 
 
 def response_logprobs(
     config: ModelConfig, params: Any, rows: ModelInput, temperature: float, chunk: int = 1024,
-    teacher: Teacher | None = None,
-) -> tuple[Array, ...]:  # fmt: skip
+    teacher: Teacher | None = None, replay: Array | None = None,
+) -> tuple[Array | None, ...]:  # fmt: skip
     """Log-prob of every generated token of a micro-batch and entropy, [D·b,T]; with a teacher, the exact KL(policy ‖
-    teacher) too. The one path for every log-prob.
+    teacher), else None; the routers' logits [D·b,T,L,E], None without experts. The one path for every log-prob.
     """
-    hidden, model = response_hidden(config, params, rows)
-    head, blocks = model.head_matrix(), {"temperature": temperature, "chunk": chunk}
+    hidden, model, router = response_hidden(config, params, rows, replay)
+    head, blocks, kl = model.head_matrix(), {"temperature": temperature, "chunk": chunk}, None
     out = token_logprobs(hidden, head, rows.targets, **blocks)
     if teacher is not None:
-        its_hidden, its_model = response_hidden(teacher.config, stop_gradient(teacher.params), rows)
-        out = *out, reverse_kl(hidden, head, its_hidden, its_model.head_matrix(), **blocks)
-    return tuple(by_answer(rows, x) for x in out)
+        its_hidden, its_model, _ = response_hidden(teacher.config, stop_gradient(teacher.params), rows)
+        kl = reverse_kl(hidden, head, its_hidden, its_model.head_matrix(), **blocks)
+    return jax.tree.map(partial(by_answer, rows), (*out, kl, router))
 
 
 def over_micro_batches(fn: Callable, batch: Batch, rows: Rows) -> Any:
-    """fn(rows of a micro-batch) → arrays [D·b,T], one micro-batch after the other, as arrays [B,T]."""
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows.inputs)
-    return jax.tree.map(lambda x: in_order(x, rows, batch.group_size), jax.lax.map(fn, flat))
+    """fn(rows of a micro-batch, its answers) → arrays [D·b,T,…], one micro-batch after the other, as arrays [B,T,…]."""
+    parts = micro_batches(replace(batch, rows=rows))
+    return jax.tree.map(lambda x: in_order(x, rows, batch.group_size), jax.lax.map(lambda part: fn(*part), parts))
 
 
 def make_logprobs(config: ModelConfig, temperature: float, chunk: int = 1024) -> Callable:
-    """(params, batch) → log-probs and entropies [B,T], for all that is not differentiated; compiled once a shape."""
+    """(params, batch) → log-probs and entropies [B,T], for all that is not differentiated; compiled once a shape.
 
-    @jax.jit
-    def logprobs(params: Any, batch: Batch) -> tuple[Array, Array]:
-        return over_micro_batches(lambda r: response_logprobs(config, params, r, temperature, chunk), batch, batch.rows)
+    With `record`, of a mixture of experts: also its routers' choice and the log-probs of that, [B,T,L,K].
+    """
+
+    @partial(jax.jit, static_argnames="record")
+    def logprobs(params: Any, batch: Batch, record: bool) -> tuple[Array, ...]:
+        def one(rows: ModelInput, answers: Batch) -> tuple[Array, ...]:
+            out = response_logprobs(config, params, rows, temperature, chunk, None, answers.replay)
+            if not record:
+                return out[:2]
+            experts = moe.top_experts(out[3], config.experts_per_token)
+            return *out[:2], experts, moe.router_logp(out[3], experts)
+
+        return over_micro_batches(one, batch, batch.rows)
 
     # What the model reads, and no more: jit would compile anew when an array that it does not read is added.
-    inputs = lambda b: Batch(b.rows, None, None, None, group_size=b.group_size)
-    return lambda params, batch: logprobs(params, inputs(batch))
+    inputs = lambda b: Batch(b.rows, None, None, None, routing=Routing(replay=b.replay), group_size=b.group_size)
+    return lambda params, batch, record=False: logprobs(params, inputs(batch), record)
 
 
 def _arrays(batch: Batch, logp: Array) -> dict[str, Array | None]:
@@ -168,7 +187,9 @@ def objective(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, t
     return loss
 
 
-def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, teacher_kl: Any = None) -> Metrics:
+def token_metrics(
+    algorithm: Algorithm, batch: Batch, logp: Array, entropy: Array, teacher_kl: Array | None, routers: Metrics
+) -> Metrics:
     """Means over the trained tokens of the optimiser batch, and the sampler-learner gap.
 
     A token counts as clipped when the loss has no gradient there though its advantage is not 0; this needs no
@@ -196,7 +217,21 @@ def token_metrics(algorithm: Algorithm, batch: Batch, logp: Array, entropy: Arra
         teacher_kl = losses.kl(logp, batch.teacher_logp, mask, "k3")
     if teacher_kl is not None:
         metrics["kl/teacher"] = mean(teacher_kl)
-    return metrics
+    return metrics | {name: mean(x) for name, x in routers.items()}
+
+
+def router_arrays(routing: Routing | None, logits: Array, k: int) -> Metrics:
+    """Of a mixture of experts, [B,T]: the log router ratio, and the parts of the layers in which choices differ."""
+    if routing is None:
+        return {}
+    arrays, learner = {}, moe.top_experts(logits, k)
+    if routing.old is not None:
+        arrays["router/log_ratio"] = moe.log_router_ratio(logits, routing.old, routing.old_logp)
+        arrays["router/old_differs"] = moe.disagreement(learner, routing.old)
+        learner = routing.old
+    if routing.sampler is not None:
+        arrays["router/sampler_differs"] = moe.disagreement(learner, routing.sampler)
+    return arrays
 
 
 def accumulate(loss: Callable, params: Any, batch: Batch) -> tuple[Any, Array, Any]:
@@ -222,14 +257,30 @@ def accumulate(loss: Callable, params: Any, batch: Batch) -> tuple[Any, Array, A
 
 def make_gradients(config: ModelConfig, algorithm: Algorithm, temperature: float, chunk: int = 1024) -> Callable:
     """(params, batch, teacher or None) → gradients, loss, metrics."""
-
-    def loss(teacher: Teacher | None, params: Any, rows: ModelInput, answers: Batch) -> tuple[Array, tuple[Array, ...]]:
-        per_token = response_logprobs(config, params, rows, temperature, chunk, teacher)
-        return objective(algorithm, answers, *per_token), per_token
+    k, aux_coef = config.experts_per_token, config.router_aux_coef if config.experts else 0.0
 
     def gradients(params: Any, batch: Batch, teacher: Teacher | None = None) -> tuple[Any, Array, Metrics]:
-        grads, value, per_token = accumulate(partial(loss, teacher), params, batch)
-        return grads, value, token_metrics(algorithm, batch, *map(stop_gradient, per_token))
+        loads, tokens = None, jnp.sum(batch.mask)
+
+        def forward(params: Any, rows: ModelInput, answers: Batch) -> tuple[Array | None, ...]:
+            return response_logprobs(config, params, rows, temperature, chunk, teacher, answers.replay)
+
+        def loss(params: Any, rows: ModelInput, answers: Batch) -> tuple[Array, tuple[Any, ...]]:
+            logp, entropy, teacher_kl, router = forward(params, rows, answers)
+            routers = {} if router is None else router_arrays(answers.routing, router, k)
+            answers = replace(answers, log_router_ratio=routers.get("router/log_ratio"))
+            value = objective(algorithm, answers, logp, entropy, teacher_kl)
+            if aux_coef:
+                counted = moe.expert_loads(router, answers.mask, k) if loads is None else loads
+                value = value + aux_coef * moe.load_balancing(router, answers.mask, counted, tokens)
+            return value, (logp, entropy, teacher_kl, routers)
+
+        if aux_coef and batch.rows.inputs.tokens[..., 0, 0].size > 1:  # the whole batch's, which no part knows
+            of_part = lambda part: moe.expert_loads(forward(params, *part)[3], part[1].mask, k)
+            loads = jax.lax.map(of_part, micro_batches(batch)).sum(axis=0)
+        grads, value, (*per_token, routers) = accumulate(loss, params, batch)
+        batch = replace(batch, log_router_ratio=routers.get("router/log_ratio"))
+        return grads, value, token_metrics(algorithm, batch, *stop_gradient(per_token), routers)
 
     return gradients
 

@@ -33,7 +33,7 @@ from jaxrl_llm.types import expect
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 # What a checkpoint need not share with a config: how the model is computed, and what nothing is computed with.
-FREE = ("dtype", "fp32_head", "remat", "max_positions")
+FREE = ("dtype", "fp32_head", "remat", "attention", "router_aux_coef", "max_positions")
 SHARD_BYTES = 5 * 10**9
 
 

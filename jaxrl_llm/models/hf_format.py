@@ -26,6 +26,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True}),
     "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {"qk_norm": True, "experts": True}),
 }
 FIELDS = {  # of config.json → of ModelConfig
     "vocab_size": "vocab_size",
@@ -39,6 +40,8 @@ FIELDS = {  # of config.json → of ModelConfig
     "tie_word_embeddings": "tied_head",
     "max_position_embeddings": "max_positions",
 }
+EXPERT_FIELDS = {"num_experts": "experts", "num_experts_per_tok": "experts_per_token"}
+EXPERT_FIELDS |= {"moe_intermediate_size": "expert_width", "norm_topk_prob": "norm_topk"}
 ROPE_FIELDS = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
 ROPE_FIELDS["original_max_position_embeddings"] = "original_max_position"
 # What this decoder does, and a model that says otherwise would need; null and a field left out mean the same.
@@ -52,6 +55,8 @@ ONLY: dict[str, Any] = {
     "rope_interleaved": False,
     "partial_rotary_factor": 1,
     "quantization_config": None,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 
 
@@ -91,10 +96,13 @@ def read_config(folder: Path) -> ModelConfig:
         return kind(value)
 
     heads, width = number("num_attention_heads"), number("hidden_size")
-    head_width = 128 if kind == "qwen3" else width // heads
+    head_width = 128 if kind.startswith("qwen3") else width // heads
     theta, scaling = _rope(file, data, number)
     tied = given("tie_word_embeddings", False)
     expect(isinstance(tied, bool), f"{file}: tie_word_embeddings", tied, "true or false")
+    if "experts" in features:
+        counts = {ours: number(name) for name, ours in EXPERT_FIELDS.items() if name != "norm_topk_prob"}
+        features = features | counts | {"norm_topk": bool(given("norm_topk_prob", False))}
     return ModelConfig(
         vocab_size=number("vocab_size"),
         layers=number("num_hidden_layers"),
@@ -130,7 +138,7 @@ def _rope(file: Path, data: dict[str, Any], number: Any) -> tuple[float, RopeSca
 def family(model: ModelConfig) -> str:
     """The family whose models have what this one has. Raises ValueError when none has."""
     has = {name: getattr(model, name) for _, features in FAMILIES.values() for name in features}
-    features = {name: value for name, value in has.items() if value}
+    features = {name: True for name, value in has.items() if value}
     found = next((f for f, (_, own) in FAMILIES.items() if own == features), None)
     expect(found, "model", has, f"what one of the families {', '.join(FAMILIES)} has")
     return found
@@ -142,11 +150,12 @@ def write_config(model: ModelConfig, dtype: str, eos_ids: tuple[int, ...]) -> di
     rope: dict[str, Any] = {"rope_type": "default"}
     if model.rope_scaling is not None:
         rope = {"rope_type": "llama3"} | {n: getattr(model.rope_scaling, ours) for n, ours in ROPE_FIELDS.items()}
+    fields = FIELDS | (EXPERT_FIELDS if model.experts else {})
     return {
         "architectures": [FAMILIES[kind][0]],
         "model_type": kind,
         "hidden_act": "silu",
-        **{name: getattr(model, ours) for name, ours in FIELDS.items()},
+        **{name: getattr(model, ours) for name, ours in fields.items()},
         **({} if kind == "qwen2" else {"attention_bias": False}),
         "rope_theta": model.rope_theta,
         "rope_scaling": rope if model.rope_scaling is not None else None,
@@ -174,6 +183,8 @@ NAMES: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
     **{f"layers.attention.{x}_bias": (_LAYER + f"self_attn.{x}_proj.bias", _FLAT) for x in "qkv"},
     **{f"layers.attention.{x}_norm.scale": (_LAYER + f"self_attn.{x}_norm.weight", ((0,),)) for x in "qk"},
     **{f"layers.mlp.{x}": (_LAYER + f"mlp.{x}_proj.weight", _MATRIX) for x in ("gate", "up", "down")},
+    "layers.moe.router": (_LAYER + "mlp.gate.weight", _MATRIX),
+    **{f"layers.moe.{x}": (_LAYER + f"mlp.experts.{{}}.{x}_proj.weight", _MATRIX) for x in ("gate", "up", "down")},
 }
 
 

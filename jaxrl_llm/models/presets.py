@@ -41,6 +41,7 @@ PRESETS: dict[str, ModelConfig] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 8, 128, 12_288, **_untied),
     "qwen3-14b": _qwen3(40, 5120, 40, 8, 128, 17_408, **_untied),
     "qwen3-32b": _qwen3(64, 5120, 64, 8, 128, 25_600, **_untied),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 128, 6144, **_untied, experts=128, experts_per_token=8, expert_width=768),
     "llama-3.2-1b": _llama3(16, 2048, 32, 8, 64, 8192, rope_scaling=RopeScaling(factor=32.0)),
     "llama-3.2-3b": _llama3(28, 3072, 24, 8, 128, 8192, rope_scaling=RopeScaling(factor=32.0)),
     "llama-3.1-8b": _llama3(32, 4096, 32, 8, 128, 14_336, rope_scaling=RopeScaling(), **_untied),

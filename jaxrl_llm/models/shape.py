@@ -24,7 +24,7 @@ class ModelConfig:
     heads: int
     kv_heads: int
     head_width: int
-    mlp_width: int
+    mlp_width: int  # not used in a mixture of experts
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
@@ -36,12 +36,17 @@ class ModelConfig:
     fp32_head: bool = True  # the head's product in float32 even when dtype is bfloat16
     remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass recomputes, see REMAT
     attention: Literal["auto", "xla", "splash", "cudnn", "pallas"] = "auto"  # see models/attention.py
+    experts: int = 0  # in every layer, in place of its MLP; 0: a dense model
+    experts_per_token: int = 8
+    expert_width: int = 768
+    norm_topk: bool = True  # a token's weights on its experts sum to 1
+    router_aux_coef: float = 0.0  # of the load-balancing loss
 
     @property
     def flops_per_token(self) -> int:
         """Operations of the blocks' matrix products for a token, forward: 2 per multiply-add."""
         attention = self.width * self.head_width * 2 * (self.heads + self.kv_heads)
-        return 2 * self.layers * (attention + 3 * self.width * self.mlp_width)
+        return 2 * self.layers * (attention + self._mlp_params(min(self.experts, self.experts_per_token)))
 
     @property
     def flops_per_pair(self) -> int:
@@ -55,8 +60,20 @@ class ModelConfig:
 
     @property
     def n_params(self) -> int:
+        return self._params(self.experts)
+
+    @property
+    def n_active_params(self) -> int:
+        """Parameters that one token meets: n_params but for the experts that are not its own."""
+        return self._params(min(self.experts, self.experts_per_token))
+
+    def _params(self, experts: int) -> int:
         attention = self.width * self.head_width * 2 * (self.heads + self.kv_heads)
         attention += (self.heads + 2 * self.kv_heads) * self.head_width if self.qkv_bias else 0
         attention += 2 * self.head_width if self.qk_norm else 0
-        block = attention + 3 * self.width * self.mlp_width + 2 * self.width
+        block = attention + self._mlp_params(experts) + 2 * self.width
         return self.layers * block + self.width + self.vocab_size * self.width * (1 if self.tied_head else 2)
+
+    def _mlp_params(self, experts: int) -> int:
+        """Of a block: of its MLP, or of its router and this many experts."""
+        return self.width * (self.experts + 3 * (experts * self.expert_width if self.experts else self.mlp_width))

@@ -1,8 +1,8 @@
-"""One decoder: Qwen2/2.5/3, Llama 3 and the small models trained from scratch here.
+"""One decoder: Qwen2/2.5/3, Qwen3-MoE, Llama 3 and the small models trained from scratch here.
 
-Pre-norm blocks of grouped-query attention with RoPE and a SwiGLU, RMSNorm throughout. Each parameter is declared once,
-with its shape, initialiser and logical axes; shardings, optimiser state and checkpoints derive from that declaration.
-Layers are stacked on a leading `layers` axis and scanned.
+Pre-norm blocks of grouped-query attention with RoPE and a SwiGLU or a mixture of them, RMSNorm throughout. Each
+parameter is declared once, with its shape, initialiser and logical axes; shardings, optimiser state and checkpoints
+derive from that declaration. Layers are stacked on a leading `layers` axis and scanned.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from jaxrl_llm.models.attention import Attend
+from jaxrl_llm.models.moe import MoE
 from jaxrl_llm.models.shape import ModelConfig as ModelConfig
 from jaxrl_llm.models.shape import RopeScaling as RopeScaling
 from jaxrl_llm.parallel.sharding import constrain
@@ -117,14 +118,22 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm("embed", c.width, c.norm_eps, rngs)
         self.attention = Attention(c, rngs)
         self.mlp_norm = RMSNorm("embed", c.width, c.norm_eps, rngs)
-        self.mlp = SwiGLU(c, rngs)
+        if c.experts:
+            self.moe = MoE(c, partial(_param, rngs))
+        else:
+            self.mlp = SwiGLU(c, rngs)
 
-    def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend, cache: Any) -> tuple[Array, Any]:
+    def __call__(
+        self, x: Array, angles: tuple[Array, Array], attend: Attend, cache: Any, replay: Array | None = None
+    ) -> tuple[Array, Any, Array | None]:
+        """The block's output, its cache and, of a mixture of experts (see `MoE`), its router's logits."""
         with jax.named_scope("attention"):
             y, cache = self.attention(self.attention_norm(x), angles, attend, cache)
         x = constrain(x + y, "batch")
         with jax.named_scope("mlp"):
-            return constrain(x + self.mlp(self.mlp_norm(x)), "batch"), cache
+            y = self.mlp_norm(x)
+            y, logits = self.moe(y, replay) if hasattr(self, "moe") else (self.mlp(y), None)
+        return constrain(x + y, "batch"), cache, logits
 
 
 class Transformer(nnx.Module):
@@ -136,16 +145,21 @@ class Transformer(nnx.Module):
         if not c.tied_head:
             self.head = _param(rngs, ("embed", "vocab"), (c.width, c.vocab_size), c.width**-0.5)
 
-    def __call__(self, tokens: Int[Array, "R N"], positions: Int[Array, "R N"], attend: Attend) -> tuple[Array, Any]:
-        """Final hidden states [R,N,D], and the layers' caches stacked on a leading axis."""
+    def __call__(
+        self, tokens: Int[Array, "R N"], positions: Int[Array, "R N"], attend: Attend,
+        replay: Integer[Array, "R N L K"] | None = None,
+    ) -> tuple[Float[Array, "R N D"], Float[Array, "R N L E"] | None]:  # fmt: skip
+        """Final hidden states, and the routers' logits if there are any. replay: see `MoE`."""
         angles = rope(positions, self.config)
         graph, layers = nnx.split(self.layers)
 
-        def block(x: Array, layer: Any) -> tuple[Array, Any]:
-            return nnx.merge(graph, layer)(x, angles, attend, None)
+        def block(x: Array, inputs: tuple[Any, Array | None]) -> tuple[Array, Array | None]:
+            x, _, logits = nnx.merge(graph, inputs[0])(x, angles, attend, None, inputs[1])
+            return x, logits
 
-        x, caches = jax.lax.scan(REMAT[self.config.remat](block), self.embedded(tokens), layers)
-        return self.norm(x), caches
+        by_layer = None if replay is None else jnp.moveaxis(replay, 2, 0)
+        x, logits = jax.lax.scan(REMAT[self.config.remat](block), self.embedded(tokens), (layers, by_layer))
+        return self.norm(x), None if logits is None else jnp.moveaxis(logits, 0, 2)
 
     def embedded(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N D"]:
         return constrain(self.embed[...][tokens].astype(self.config.dtype), "batch")

@@ -127,6 +127,9 @@ class Updates:
     token_filter: Callable | None = None  # → Bool[B,T] of the optimiser batch; tokens with False are masked out
     phases: Callable | None = None  # → a tuple of masks [B,T]: all mini-batches take a step on one, then on the next
     phase_weights: Literal["batch", "phase"] = "batch"  # w's denominators count all tokens, or those of the phase
+    # Whose choice of experts all the steps take, of a mixture of them: the learner's before the first (R2, 2507.18071),
+    # or that of the sampler (R3, 2510.11370). The gates are the live router's.
+    routing_replay: Literal["", "R2", "R3"] = ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The mesh, and the one place where logical axes meet mesh axes.
 
 Rows of a batch are split over `data` and `fsdp`; parameters over `fsdp` (their embed axis) and `tensor` (heads, MLP,
-vocabulary). Optimiser state follows its parameters.
+experts, vocabulary). Optimiser state follows its parameters.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 BATCH = ("data", "fsdp")
 RULES: dict[str, str | tuple[str, ...] | None] = {"batch": BATCH, "embed": "fsdp"}
-RULES |= dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
-RULES |= dict.fromkeys(("head_width", "layers"))  # whole on every device
+RULES |= dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "expert"), "tensor")
+RULES |= dict.fromkeys(("head_width", "expert_width", "router", "layers"))  # whole on every device
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:

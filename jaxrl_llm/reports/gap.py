@@ -105,7 +105,7 @@ def samplers(learner: Learner) -> list[Learner]:
     """
     config, model = learner.config, learner.config.model
     configured = config.rollout.dtype or model.dtype, config.rollout.kv_dtype
-    divisor = math.gcd(model.vocab_size, model.heads, model.kv_heads, model.mlp_width)
+    divisor = math.gcd(model.vocab_size, model.heads, model.kv_heads, model.experts or model.mlp_width)
     tensor = max(t for t in range(1, len(jax.devices()) + 1) if divisor % t == 0)
     found = []
     for mesh in dict.fromkeys((config.mesh, configs.Mesh(), configs.Mesh(tensor=tensor))):

@@ -46,7 +46,8 @@ class Position:
     def to_json(self) -> dict[str, Any]:
         """The position without its step, as a checkpoint keeps it: arrays as base64 of their bytes."""
         packed = lambda x: base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()
-        answer = lambda a: [packed(a.tokens), packed(a.logp), packed(a.versions), a.finish]
+        routes = lambda x: None if x is None else [packed(x), x.dtype.name, *x.shape]
+        answer = lambda a: [packed(a.tokens), packed(a.logp), packed(a.versions), a.finish, routes(a.experts)]
         pending = [[p.draw, p.index, [answer(a) for a in p.begun]] for p in self.pending]
         solved = {str(index): list(counts) for index, counts in self.solved.items()}
         return {"draw": self.draw, "solved": solved, "pending": pending}
@@ -54,8 +55,10 @@ class Position:
     @classmethod
     def from_json(cls, step: int, data: dict[str, Any]) -> Position:
         """The inverse of `to_json`."""
-        ints, floats = (lambda x, dtype=d: np.frombuffer(base64.b64decode(x), dtype) for d in (np.int32, np.float32))
-        answer = lambda a: Answer(ints(a[0]), floats(a[1]), ints(a[2]), a[3])
+        array = lambda x, dtype: np.frombuffer(base64.b64decode(x), dtype)
+        ints, floats = (lambda x, dtype=d: array(x, dtype) for d in (np.int32, np.float32))
+        routes = lambda x: x and array(*x[:2]).reshape(x[2:])
+        answer = lambda a: Answer(ints(a[0]), floats(a[1]), ints(a[2]), a[3], *map(routes, a[4:]))
         pending = [PendingPrompt(draw, index, tuple(map(answer, begun))) for draw, index, begun in data["pending"]]
         solved = {int(index): tuple(counts) for index, counts in data["solved"].items()}
         return cls(step, data["draw"], solved, tuple(pending))

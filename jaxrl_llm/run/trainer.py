@@ -50,7 +50,8 @@ def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") 
         return RemoteEngine(servers, model, learner.tokenizer, *drawn, quantized=kept).pushed(params, version)
     pushed = weights.push(model, params, learner.mesh, version=version, quantized=kept)
     sizes = r.slots or r.prompts * r.group_size, r.max_prompt_tokens, r.tokens_per_call
-    return LocalEngine(model, learner.tokenizer, pushed, *drawn, *sizes, kept, r.kv_dtype, r.zero_gap, learner.mesh)
+    settings = *drawn, *sizes, kept, r.kv_dtype, r.zero_gap, learner.mesh
+    return LocalEngine(model, learner.tokenizer, pushed, *settings, record_experts=model.experts > 0)
 
 
 def quantized(config: Config) -> str:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxrl_llm.models import attention, transformer
+from jaxrl_llm.models import attention, moe, transformer
 from jaxrl_llm.models.logprobs import tempered_logits
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel.sharding import constrain
@@ -70,6 +70,7 @@ class Drawn(NamedTuple):
     logp: Float[Array, "N k"]
     count: Int[Array, " N"]
     live: Bool[Array, " N"]  # there is more to be drawn
+    experts: Integer[Array, "N k L K"] | None = None  # to which the routers sent each token's input, if recorded
 
 
 def _blocks(config: ModelConfig, params: Any) -> tuple[transformer.Transformer, list[transformer.Block]]:
@@ -102,7 +103,7 @@ def prefill(
     stored = lambda k, v: (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
     prefixes, suffixes = [], []
     for block in blocks:
-        x, kv = block(x, angles, attend, None)
+        x, kv, _ = block(x, angles, attend, None)
         prefixes.append(stored(*(y[:, :size] for y in kv)))
         suffixes.append(stored(*(y[:, size:].reshape(m * group, n, *y.shape[2:]) for y in kv)))
     return tuple(prefixes), tuple(suffixes)
@@ -212,13 +213,14 @@ def decode_k(
     lanes: Int[Array, "D R/D L"],
     lane_of_row: Int[Array, "D N/D"],
     forced: Int[Array, "N k"],
+    record: bool = False,
 ) -> tuple[DecodeState, Drawn]:
     """Up to k more tokens for every live answer, in one loop that ends early when no answer is live.
 
     Log-probs come from the same fp32 logits that the token is drawn from. An answer ends with any of `eos_ids` (kept)
     or at its limit; rows whose answer has ended are computed too, without effect, until they are filled again.
     filtered: some row has a top-k or top-p filter. lanes, lane_of_row: see `View`. forced: tokens to be taken in place
-    of drawing, negative where to draw.
+    of drawing, negative where to draw. record: the routers' choices are returned too, of a mixture of experts.
     """
     model, blocks = _blocks(config, params)
     head = model.head_matrix()
@@ -239,20 +241,26 @@ def decode_k(
         view = cache.View(prefixes.lengths, lanes, lane_of_row, column, age[None] <= count[:, None])
         attend = cache.decode(view)
         here = jax.tree.map(lambda a: a[i][:, None], angles)
-        x, new = model.embedded(s.token[:, None]), []
+        x, new, routed = model.embedded(s.token[:, None]), [], []
         for block, prefix, suffix in zip(blocks, prefixes.kv, kv, strict=True):
-            x, suffix = block(x, here, attend, (prefix, suffix))
+            x, suffix, router = block(x, here, attend, (prefix, suffix))
             new.append(suffix)
+            routed.append(router)
         with jax.named_scope("sample"):
             logits = tempered_logits(model.norm(x)[:, 0], head, 1.0)
             token, logp = sample(logits, s.draw, count, forced[:, i], filtered)
         live = s.live & ~jnp.isin(token, eos) & (count + 1 < s.limit)
         column_of = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], i, axis=1)
-        out = Drawn(column_of(out.tokens, token), column_of(out.logp, logp), out.count + s.live, live)
+        chosen = None
+        if record:
+            chosen = column_of(out.experts, moe.top_experts(jnp.stack(routed, axis=2)[:, 0], config.experts_per_token))
+        out = Drawn(column_of(out.tokens, token), column_of(out.logp, logp), out.count + s.live, live, chosen)
         return i + 1, tuple(new), s._replace(token=token, live=live), out
 
-    zeros = lambda dtype: constrain(jnp.zeros((rows, steps), dtype), "batch")
-    nothing = Drawn(zeros(jnp.int32), zeros(jnp.float32), jnp.zeros_like(answers.limit), answers.live)
+    zeros = lambda dtype, *more: constrain(jnp.zeros((rows, steps, *more), dtype), "batch")
+    routes = config.layers, config.experts_per_token
+    unrouted = zeros(moe.id_dtype(config.experts), *routes) if record else None
+    nothing = Drawn(zeros(jnp.int32), zeros(jnp.float32), jnp.zeros_like(answers.limit), answers.live, unrouted)
     go = lambda c: (c[0] < steps) & c[2].live.any()
     done, suffixes, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.suffixes, answers, nothing))
     return DecodeState(prefixes, suffixes, answers, state.step + done), drawn

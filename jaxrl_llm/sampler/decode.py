@@ -37,6 +37,7 @@ class LocalEngine:
     # One shape, and no row filled before all answers are done: `forced_logprobs` gives the same log-probs bit for bit.
     exact: bool = False
     mesh: Mesh | None = None
+    record_experts: bool = False  # answers have the choices of a mixture of experts' routers, `Answer.experts`
 
     __post_init__ = check_sizes
 

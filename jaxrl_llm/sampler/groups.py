@@ -50,11 +50,12 @@ def to_rollouts(
         texts=tuple(map(text, answers)),
         draws=np.array([r.draw for r in requests], np.int64),
         versions=_padded([a.versions for a in answers]),
+        experts=None if answers[0].experts is None else _padded([a.experts for a in answers]),
     )
 
 
 def _padded(rows: Sequence[np.ndarray], width: int = 0) -> np.ndarray:
-    out = np.zeros((len(rows), width or max(map(len, rows))), rows[0].dtype)
+    out = np.zeros((len(rows), width or max(map(len, rows)), *rows[0].shape[1:]), rows[0].dtype)
     for old, new in zip(out, rows, strict=True):
         old[: len(new)] = new
     return out
@@ -232,9 +233,10 @@ def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
         arrays = [getattr(r, name) for r in parts]
         if arrays[0] is None or isinstance(arrays[0], tuple):
             return arrays[0] and tuple(x for a in arrays for x in a)
-        if arrays[0].ndim == 2:
+        if arrays[0].ndim > 1:
             width = max(a.shape[1] for a in arrays)
-            arrays = [np.pad(a, ((0, 0), (0, width - a.shape[1]))) for a in arrays]
+            tail = ((0, 0),) * (arrays[0].ndim - 2)
+            arrays = [np.pad(a, ((0, 0), (0, width - a.shape[1]), *tail)) for a in arrays]
         return np.concatenate(arrays)
 
     return Rollouts(**{f.name: gather(f.name) for f in fields(Rollouts)})

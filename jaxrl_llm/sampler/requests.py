@@ -21,6 +21,7 @@ class Answer:
     logp: np.ndarray  # float32 [n], of the distribution really drawn from
     versions: np.ndarray  # int32 [n]
     finish: str  # eos, stop, length; cancelled: ended from outside, and may be continued
+    experts: np.ndarray | None = None  # [n,L,K], where the routers sent each token, if the sampler records it
 
 
 NOTHING = Answer(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), types.CANCELLED)
@@ -120,6 +121,7 @@ class PartialAnswer:
         begun = request.begun[number] if request.begun else NOTHING
         self.tokens, self.logp, self.versions = begun.tokens.tolist(), begun.logp.tolist(), begun.versions.tolist()
         self._n_begun, self.finish = len(self.tokens), begun.finish
+        self._experts = [] if begun.experts is None else [begun.experts]  # of each call
         self._search: StopSearch | None = None
 
     @property
@@ -135,12 +137,16 @@ class PartialAnswer:
         """Whether there is anything to be drawn."""
         return self.finish == types.CANCELLED and len(self.tokens) < self.limit
 
-    def take(self, tokens: Sequence[int], logp: Sequence[float], version: int, tokenizer: Tokenizer) -> None:
+    def take(
+        self, tokens: Sequence[int], logp: Sequence[float], version: int, tokenizer: Tokenizer,
+        experts: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         """Add what was drawn. A stop string, and then an end-of-sequence token or the limit, ends the answer."""
         searched = len(self.tokens)
         self.tokens += tokens
         self.logp += logp
         self.versions += [version] * len(tokens)
+        self._experts += [] if experts is None else [experts]
         ended = self.tokens[-1] in tokenizer.eos_ids
         if self.request.stop:
             self._search = self._search or StopSearch(self.request.stop, tokenizer)
@@ -157,4 +163,5 @@ class PartialAnswer:
 
     def answer(self) -> Answer:
         ints = lambda x: np.array(x, np.int32)
-        return Answer(ints(self.tokens), np.array(self.logp, np.float32), ints(self.versions), self.finish)
+        experts = np.concatenate(self._experts)[: len(self.tokens)] if self._experts else None
+        return Answer(ints(self.tokens), np.array(self.logp, np.float32), ints(self.versions), self.finish, experts)

@@ -54,6 +54,7 @@ class SlotConfig:
     kv_dtype: str = ""  # float32, bfloat16 or int8; that of the activations if left out
     exact: bool = False  # see `decode.LocalEngine`
     mesh: Mesh | None = None
+    record_experts: bool = False  # see `decode.LocalEngine`
 
     __post_init__ = check_sizes
 
@@ -97,7 +98,7 @@ _insert_suffixes = jax.jit(core.insert_suffixes, donate_argnums=0)
 _repack_prefixes = jax.jit(core.repack_prefixes, static_argnums=2)  # other shapes: nothing to donate
 _repack_suffixes = jax.jit(core.repack_suffixes, static_argnums=3)
 _repack_answers = jax.jit(core.repack_answers)
-_decode = jax.jit(core.decode_k, static_argnums=(0, 1, 2), donate_argnums=4)
+_decode = jax.jit(core.decode_k, static_argnums=(0, 1, 2, 8), donate_argnums=4)
 
 
 @jax.jit
@@ -318,14 +319,15 @@ class Slots:
                 script = answer.script[len(answer.tokens) :][:steps]
                 forced[i, : len(script)] = script
         static = c.model, c.tokenizer.eos_ids, any(a.request.sampling.filtered for a in self.rows if a)
-        self.state, drawn = _decode(*static, weights.params, self.state, *self._lanes(), forced)
-        tokens, logp, count, live = jax.device_get(drawn)
+        self.state, drawn = _decode(*static, weights.params, self.state, *self._lanes(), forced, c.record_experts)
+        tokens, logp, count, live, experts = jax.device_get(drawn)
         stopped = False  # by the host, some answer that the device would go on with
         for i, answer in enumerate(self.rows):
             if answer is None:
                 continue
             if n := count[i]:
-                answer.take(tokens[i, :n].tolist(), logp[i, :n].tolist(), weights.version, c.tokenizer)
+                routed = None if experts is None else experts[i, :n].copy()  # and not a view that keeps them all
+                answer.take(tokens[i, :n].tolist(), logp[i, :n].tolist(), weights.version, c.tokenizer, routed)
             if not answer.open:
                 self.rows[i] = None
                 stopped |= bool(live[i])

@@ -33,6 +33,8 @@ def _shared(axes: tuple[str, ...]) -> tuple[int, ...]:
     """Axes of a matrix along which quantized numbers share a scale: those summed over; of the embedding its width."""
     if axes[0] == "embed":
         return (0,)
+    if axes[0] == "expert":
+        return (1,)
     return (len(axes) - 1,) if axes[0] == "vocab" else tuple(range(len(axes) - 1))
 
 
@@ -54,7 +56,7 @@ def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None, qu
 
     def one(path: Any, names: tuple[str, ...], x: jax.Array) -> Any:
         spec, shared = whole(names), _shared(names)
-        if path[-1].key == "scale":  # norms are taken in float32, in the learner too
+        if path[-1].key in ("scale", "router"):  # norms and routers are computed in float32, in the learner too
             return pin(x, spec)
         if quantized and not path[-1].key.endswith("bias"):
             q = quantize(x, shared, quantized)

@@ -207,14 +207,21 @@ BAD = [
             *("rollout.max_response_tokens", "rollout.tokens_per_call", "rollout.max_rounds", "mesh.data", "mesh.fsdp"),
             *("mesh.tensor", "evaluation.problems", "evaluation.samples", "checkpoint.every", "checkpoint.keep"),
             *("algorithm.updates_per_batch", "model.vocab_size", "model.layers", "model.width", "model.heads"),
-            *("model.kv_heads", "model.head_width", "model.mlp_width", "prime.stages.0.batches"),
+            *("model.kv_heads", "model.head_width", "model.mlp_width", "model.experts_per_token", "model.expert_width"),
+            "prime.stages.0.batches",
         )
     ),
     *(
         (f"{name}=-1", rf"{name} is -1(\.0)?; expected at least 0")
         for name in (
             *("rollout.slots", "rollout.top_k", "evaluation.every", "logged_samples", "seed", "optimizer.lr"),
-            *("optimizer.warmup", "optimizer.weight_decay", "prime.optimizer.lr"),
+            *(
+                "optimizer.warmup",
+                "optimizer.weight_decay",
+                "prime.optimizer.lr",
+                "model.experts",
+                "model.router_aux_coef",
+            ),
         )
     ),
     ("rollout.stop=('#','')", r"rollout.stop is \('#', ''\); expected texts that are not empty"),

@@ -43,9 +43,9 @@ def learnt(algorithm, **changes):
 def exact_kl(made, params, batch):
     """From the two models' hidden states, in one block."""
 
-    def one(rows):
-        own, model = train_step.response_hidden(CONFIG.model, params, rows)
-        other, its_model = train_step.response_hidden(TEACHER, made.teacher.params, rows)
+    def one(rows, _):
+        own, model, _ = train_step.response_hidden(CONFIG.model, params, rows)
+        other, its_model, _ = train_step.response_hidden(TEACHER, made.teacher.params, rows)
         kl = reverse_kl(own, model.head_matrix(), other, its_model.head_matrix(), temperature=0.7)
         return train_step.by_answer(rows, kl)
 
@@ -71,8 +71,8 @@ def test_a_teacher_stands_beside_the_reward_with_its_coefficient():
     both = replace(PLAIN, distill_coef=0.3)
     made, state, batch = learnt(both)
     batch = batching.with_weights(batch, "token", None)
-    with_kl = lambda rows: train_step.response_logprobs(CONFIG.model, state.params, rows, 0.7, teacher=made.teacher)
-    logp, entropy, kl = train_step.over_micro_batches(with_kl, batch, batch.rows)
+    with_kl = lambda rows, _: train_step.response_logprobs(CONFIG.model, state.params, rows, 0.7, teacher=made.teacher)
+    logp, entropy, kl, _ = train_step.over_micro_batches(with_kl, batch, batch.rows)
     plain = train_step.objective(PLAIN, batch, logp, entropy)
     together = train_step.objective(both, batch, logp, entropy, kl)
     np.testing.assert_allclose(together - plain, 0.3 * jnp.sum(batch.weights * kl), rtol=1e-4)

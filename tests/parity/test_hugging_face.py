@@ -38,6 +38,17 @@ MODELS = {  # head widths: hidden_size / heads where the family has no other; Qw
     "Qwen2.5-7B": ("Qwen2", {"tie_word_embeddings": False, "rope_theta": 1000.0}),
     "Qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 10, "rope_theta": 1000.0}),
     "Qwen3-8B": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 8, "num_key_value_heads": 1}),
+    "Qwen3-30B-A3B": (
+        "Qwen3Moe",
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 10,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+        },
+    ),
     "Llama-3.1": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
     "Llama-3.2": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3, "head_dim": 6, "hidden_size": 32}),
     "SmolLM2": ("Llama", {"tie_word_embeddings": True, "num_attention_heads": 3, "num_key_value_heads": 3}),
