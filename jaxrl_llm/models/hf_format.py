@@ -101,8 +101,10 @@ def read_config(folder: Path) -> ModelConfig:
     tied = given("tie_word_embeddings", False)
     expect(isinstance(tied, bool), f"{file}: tie_word_embeddings", tied, "true or false")
     if "experts" in features:
-        counts = {ours: number(name) for name, ours in EXPERT_FIELDS.items() if name != "norm_topk_prob"}
-        features = features | counts | {"norm_topk": bool(given("norm_topk_prob", False))}
+        experts = number("num_experts", data.get("num_local_experts"))  # the latter is transformers 5's
+        features = features | {"experts": experts, "norm_topk": bool(given("norm_topk_prob", False))}
+        sizes = ("num_experts_per_tok", "moe_intermediate_size")
+        features |= {EXPERT_FIELDS[name]: number(name) for name in sizes}
     return ModelConfig(
         vocab_size=number("vocab_size"),
         layers=number("num_hidden_layers"),

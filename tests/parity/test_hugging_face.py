@@ -110,7 +110,7 @@ def test_logits_and_logprobs_of_ragged_rows(pair, layout):
 
     @jax.jit
     def logits_of(params):
-        hidden, ours = response_hidden(config, params, rows)
+        hidden, ours, *_ = response_hidden(config, params, rows)
         return tempered_logits(hidden[0], ours.head_matrix(), 1.0)
 
     place = rows.put[0].reshape(-1, logp.shape[1])[batch.rows.where[0]]  # of each token of each answer
