@@ -127,9 +127,8 @@ class Updates:
     token_filter: Callable | None = None  # → Bool[B,T] of the optimiser batch; tokens with False are masked out
     phases: Callable | None = None  # → a tuple of masks [B,T]: all mini-batches take a step on one, then on the next
     phase_weights: Literal["batch", "phase"] = "batch"  # w's denominators count all tokens, or those of the phase
-    # Whose choice of experts all the steps take, of a mixture of them: the learner's before the first (R2, 2507.18071),
-    # or that of the sampler (R3, 2510.11370). The gates are the live router's.
-    routing_replay: Literal["", "R2", "R3"] = ""
+    # Of a mixture of experts, whose gates stay the live router's: arXiv 2507.18071 (R2), 2510.11370 (R3).
+    routing_replay: Literal["", "R2", "R3"] = ""  # all steps take the experts of the old pass (R2), the sampler (R3)
 
 
 @dataclass(frozen=True)

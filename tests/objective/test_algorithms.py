@@ -413,7 +413,7 @@ OFF = {
     "signed_reward": False, "reward": None, "format_reward": None, "length_reward": None, "length_coef": 1.0,
     "length_warmup": 0, "template": "none", "prioritized": False, "retire_above": None, "resample": True,
     "overlong_filter": False, "epochs": 1, "select": None, "token_filter": None, "phases": None,
-    "phase_weights": "batch", "parts": None, "kl_unbiased": False, "distill_coef": 0.0,
+    "phase_weights": "batch", "routing_replay": "", "parts": None, "kl_unbiased": False, "distill_coef": 0.0,
 }  # fmt: skip
 
 
