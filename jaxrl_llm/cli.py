@@ -166,7 +166,7 @@ def import_(
     tokens: int = 16,
     out: Path | None = None,
 ) -> None:
-    """Check a Hugging Face checkpoint, try it, and print an experiment that starts from it.
+    """Check a Hugging Face checkpoint; print an experiment that starts there.
 
     Args:
         source: a folder, or OWNER/NAME of the Hugging Face hub.
@@ -189,7 +189,7 @@ def import_(
 
 
 def export(run: File, out: File, step: int | None = None, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
-    """Write a run's policy as a folder that `transformers` and inference servers load.
+    """Write a run's policy as a folder in Hugging Face format.
 
     Args:
         run: the run's folder.

@@ -343,7 +343,9 @@ def test_an_export_is_whole_or_not_there(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="dtype is 'int8'; expected bfloat16 or float32"):
         hf.export(params, config, TOKENIZER, tmp_path / "new", "int8")
     both = replace(config, qk_norm=True)
-    with pytest.raises(ValueError, match="model is .*; expected what one of the families llama, qwen2, qwen3 has"):
+    with pytest.raises(
+        ValueError, match="model is .*; expected what one of the families llama, qwen2, qwen3, qwen3_moe has"
+    ):
         hf.export(random_params(both), both, TOKENIZER, tmp_path / "new")
     monkeypatch.setattr(tokenizers.Tokenizer, "save", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
