@@ -166,7 +166,7 @@ def import_(
     tokens: int = 16,
     out: Path | None = None,
 ) -> None:
-    """Check a Hugging Face checkpoint; print an experiment that starts there.
+    """Check a Hugging Face checkpoint; print an experiment from it.
 
     Args:
         source: a folder, or OWNER/NAME of the Hugging Face hub.
