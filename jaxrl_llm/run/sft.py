@@ -168,7 +168,7 @@ def _steps(
     task = curation.open_task(recipe.task or config.task, config.algorithm.prompts.template, field)
     if task.trace is None:
         raise ValueError("prime.task is without traces; expected a task with Task.trace, or prime=None")
-    train_step = make_train_step(config.model, SUPERVISED, tx)
+    train_step = make_train_step(config.model, SUPERVISED, tx, chunk=config.learner.logprob_chunk)
     ones, cut = np.ones((recipe.traces_per_batch, 1), np.float32), replace(division(config, mesh), mini_batches=1)
     for done, batch in enumerate(traces(task, config.tokenizer(), recipe, config.seed, start), start + 1):
         arrays, _ = make_batch(batch, config.model, cut, mesh=mesh)
