@@ -23,9 +23,11 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.learner.learner import Learner, build, fresh_state, learn_batch, update, update_critic, with_teacher
 from jaxrl_llm.learner.optim import updates_applied
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.shape import ModelConfig
+from jaxrl_llm.run import base as bases
 from jaxrl_llm.run import evals, folder, metrics, probe, sft
-from jaxrl_llm.run.checkpoint import Checkpoints
+from jaxrl_llm.run.checkpoint import Checkpoints, sums
 from jaxrl_llm.run.modes import MODES, Position
 from jaxrl_llm.run.stopping import Stopped, stop_on_signals
 from jaxrl_llm.sampler import client, groups, weights
@@ -39,19 +41,20 @@ SURE = 100  # held-out answers, all wrong, after which a base policy is taken to
 
 
 def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") -> Any:
-    """A sampler with these parameters, drawing as the config's rollouts do.
+    """A sampler with these parameters (of the whole model), drawing as the config's rollouts do.
 
     version: updates behind the parameters. run: see `Client`.
     """
-    r, model, kept = learner.config.rollout, sampler_model(learner.config), quantized(learner.config)
+    r, model, adapted = learner.config.rollout, sampler_model(learner.config), learner.config.model.lora
+    kept = {"quantized": quantized(learner.config), "adapted": adapted}
     drawn = Sampling(r.temperature, r.top_k, r.top_p), r.max_response_tokens, r.stop
     if r.servers:
         servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca, run=run)
-        return RemoteEngine(servers, model, learner.tokenizer, *drawn, quantized=kept).pushed(params, version)
-    pushed = weights.push(model, params, learner.mesh, version=version, quantized=kept)
+        return RemoteEngine(servers, model, learner.tokenizer, *drawn, **kept).pushed(params, version)
+    pushed = weights.push(model, params, learner.mesh, version=version, **kept)
     sizes = r.slots or r.prompts * r.group_size, r.max_prompt_tokens, r.tokens_per_call
-    settings = *drawn, *sizes, kept, r.kv_dtype, r.zero_gap, learner.mesh
-    return LocalEngine(model, learner.tokenizer, pushed, *settings, record_experts=model.experts > 0)
+    kept |= {"kv_dtype": r.kv_dtype, "exact": r.zero_gap, "mesh": learner.mesh, "record_experts": model.experts > 0}
+    return LocalEngine(model, learner.tokenizer, pushed, *drawn, *sizes, **kept)
 
 
 def quantized(config: Config) -> str:
@@ -60,9 +63,9 @@ def quantized(config: Config) -> str:
 
 
 def sampler_model(config: Config) -> ModelConfig:
-    """The model as the sampler computes it."""
-    dtype = config.rollout.dtype
-    return config.model if dtype in ("", *weights.QUANTIZED) else replace(config.model, dtype=dtype)
+    """The model as the sampler computes it: it knows nothing of LoRA."""
+    dtype, model = config.rollout.dtype, lora.without(config.model)
+    return model if dtype in ("", *weights.QUANTIZED) else replace(model, dtype=dtype)
 
 
 def rollout_metrics(scored: ScoredBatch, version: int) -> dict[str, float]:
@@ -132,9 +135,10 @@ def one_step(
                 state, policy = update(learner, state, batch)
                 learned |= policy
         with watch("push"):
-            engine = push_weights(engine, state.params)
+            params = learner.whole(state.params)
+            engine = push_weights(engine, params)
             if learner.config.rollout.servers:
-                probe.prove(learner, engine, state.params)
+                probe.prove(learner, engine, params)
     seconds = watch.seconds()
     sampled = int(scored.all_rollouts.lengths.sum())
     trained = int(answers.lengths.sum() + answers.prompt_lengths.sum())
@@ -158,14 +162,16 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
         managed = Checkpoints(out / "checkpoints", config.checkpoint.keep)
         with jax.set_mesh(learner.mesh), contextlib.closing(managed) as checkpoints:
             learner, a, base = with_teacher(learner), config.algorithm, None
-            if config.prime:
-                base = sft.prime(config, out / "base", learner.mesh, stopping)
-            elif config.init and (not checkpoints.steps() or (a.needs_reference and not a.kl_refresh)):
-                base = config.init(config.model, learner.mesh)  # else all of it is in the checkpoint
+            # Else all that is needed of it is in the checkpoint
+            if config.model.lora or not checkpoints.steps() or (a.needs_reference and not a.kl_refresh):
+                base = bases.of_run(config, out, learner.mesh, stopping)
+            if config.model.lora:
+                learner, base = replace(learner, base=base), None
             state, at = fresh_state(learner, base), Position()
             if a.needs_reference and state.reference is None:
                 learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
             if resume and (found := checkpoints.restore(state, print)):
+                bases.check(learner.base, found.host, out)
                 state, at = found.state, Position.from_json(found.step, found.host)
                 expected = f"at least {at.step}, the steps that the run has behind it"
                 expect(at.step <= config.total_steps, "--resume: steps", config.steps, expected)
@@ -187,14 +193,16 @@ def _loop(
     config, total, skipped = learner.config, learner.config.total_steps, 0
     # What tells this learner from others at a sampler's server, also when it resumes
     run = f"{socket.gethostname()}:{checkpoints.folder.parent}"
-    engine, mode = make_engine(learner, state.params, at.step, run), MODES[config.rollout.mode](learner)
+    params, mode = learner.whole(state.params), MODES[config.rollout.mode](learner)
+    engine = make_engine(learner, params, at.step, run)
     if config.rollout.servers or config.init:
-        probe.prove(learner, engine, state.params)
+        probe.prove(learner, engine, params)
 
     def save(wait: bool) -> None:
         if at.step and at.step not in checkpoints.steps():
             host = mode.settled(at, wait).to_json()
             host |= {"seed": config.seed, "config": configs.to_json(config), "machine": folder.machine()}
+            host |= {"base": sums(learner.base)}  # with LoRA the adapters are nothing without it
             checkpoints.save(at.step, state, host)
 
     try:
@@ -306,9 +314,12 @@ def load_state(run: Path, step: int | None = None) -> tuple[Learner, TrainState,
     with jax.set_mesh(learner.mesh):
         checkpoints = Checkpoints(run / "checkpoints", read_only=True)
         found = checkpoints.restore(fresh_state(learner), warn, step)
-    if found is None:
-        which = "checkpoint" if step is None else f"checkpoint of step {step} among {checkpoints.steps()}"
-        raise ValueError(f"run {run}: no {which}; expected one under {run / 'checkpoints'}")
+        if found is None:
+            which = "checkpoint" if step is None else f"checkpoint of step {step} among {checkpoints.steps()}"
+            raise ValueError(f"run {run}: no {which}; expected one under {run / 'checkpoints'}")
+        if config.model.lora:
+            learner = replace(learner, base=bases.of_run(config, run, learner.mesh))
+            bases.check(learner.base, found.host, run)
     return learner, found.state, found.step
 
 
@@ -316,4 +327,4 @@ def load_policy(run: Path) -> tuple[Learner, Any, int]:
     """A run's learner, a sampler with its newest checkpoint, and that checkpoint's step."""
     learner, state, step = load_state(run)
     with jax.set_mesh(learner.mesh):
-        return learner, make_engine(learner, state.params), step
+        return learner, make_engine(learner, learner.whole(state.params)), step

@@ -28,7 +28,7 @@ def policy(source: Path, assignments: tuple[str, ...]) -> tuple[Config, Any]:
         return config, jax.jit(transformer.init, static_argnums=0)(config.model, jax.random.key(config.seed))
     expect(not assignments, "set", assignments, "none for a run, whose config is kept with it")
     learner, state, _ = trainer.load_state(source)
-    return learner.config, state.params
+    return learner.config, learner.whole(state.params)
 
 
 def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
@@ -42,7 +42,8 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
 
     def make() -> backend.DriverBackend:
-        pushed = weights.push(model, params, mesh, quantized=trainer.quantized(config))
+        kept = {"quantized": trainer.quantized(config), "adapted": config.model.lora}
+        pushed = weights.push(model, params, mesh, **kept)
         sizes = {"slots": r.slots or r.prompts * r.group_size, "max_prompt_tokens": r.max_prompt_tokens}
         sizes |= {"max_tokens": r.max_response_tokens, "tokens_per_call": r.tokens_per_call, "kv_dtype": r.kv_dtype}
         return backend.DriverBackend(model, config.tokenizer(), pushed, mesh=mesh, **sizes)
