@@ -83,7 +83,7 @@ def test_the_same_update_on_a_mesh():
 @pytest.mark.parametrize("kind", ["network", "head"])
 def test_a_critic_reads_the_base_through_adapters_of_its_own(kind):
     a = Algorithm(advantages.raw, PLAIN.loss, "token", token_advantage=advantages.gae,
-                  critic=Critic(kind=kind, optimizer=Optimizer(lr=1e-2)))  # fmt: skip
+                  critic=Critic(kind=kind, head_std=0.5, optimizer=Optimizer(lr=1e-2)))  # fmt: skip
     made, state = build(a)
     with jax.set_mesh(made.mesh):
         first = made.critic.init(state.params)

@@ -16,6 +16,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.models import hf, lora, transformer
 from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.parallel import sharding
 from jaxrl_llm.run import base, sft, teachers, trainer
 from jaxrl_llm.run.checkpoint import Checkpoints
 
@@ -97,7 +98,9 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(runs):
     states = [raw_state(run, 3) for run in runs]
     jax.tree.map(np.testing.assert_array_equal, *states)
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
-    timeless = [[{k: v for k, v in row.items() if not k.startswith("perf/")} for row in of_run] for of_run in rows]
+    timeless = [
+        [{k: v for k, v in row.items() if not k.startswith(("perf/", "eval/"))} for row in of_run] for of_run in rows
+    ]
     assert timeless[0] == timeless[1]
     assert [row["step"] for row in rows[0]] == [0, 1, 2, 3]
     assert 0 == rows[0][1]["kl/ref"] < rows[0][3]["kl/ref"]  # the reference is the base, to which B = 0 adds nothing
@@ -161,15 +164,19 @@ def test_another_base_is_refused(runs, folder, monkeypatch, capsys, tmp_path):
 def test_a_primed_base_is_trained_whole_and_found_again(folder, monkeypatch, tmp_path):
     """The supervised stage knows nothing of LoRA, so that runs with and without it share their base."""
     monkeypatch.setenv("JAXRL_CACHE", str(tmp_path / "cache"))
-    loaded = configs.load(folder / "tiny.py")
+    loaded, mesh = configs.load(folder / "tiny.py"), sharding.make_mesh()
     prime = configs.Prime((configs.Stage(3, {"clean": 1.0}),), 8)
-    primed = configs.validate(replace(loaded, init=None, prime=prime, steps=1, tokenizer=tokenizers.characters))
-    trainer.train(primed, tmp_path / "run")
-    learner, state, _ = trainer.load_state(tmp_path / "run")
-    made = sft.prime(replace(primed, model=MODEL), tmp_path / "again", learner.mesh, lambda: 0)
-    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir() and p.name != "xla"]) == 1
-    jax.tree.map(np.testing.assert_array_equal, learner.base, made)
-    assert set(state.params) == {"layers"}
-    assert (np.asarray(state.params["layers"]["attention"]["q_b"]) != 0).any()
-    of_seed = base.of_run(replace(loaded, init=None), tmp_path, learner.mesh)
-    jax.tree.map(np.testing.assert_array_equal, of_seed, transformer.init(MODEL, jax.random.key(0)))
+    primed = configs.validate(replace(loaded, init=None, prime=prime, tokenizer=tokenizers.characters))
+    with jax.set_mesh(mesh):
+        made = base.of_run(primed, tmp_path / "run", mesh, lambda: 0)
+        same = sft.prime(replace(primed, model=MODEL), tmp_path / "again", mesh, lambda: 0)
+    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
+    shutil.rmtree(tmp_path / "cache")
+    found = base.of_run(primed, tmp_path / "run", mesh)  # only reads
+    for other in (same, found):
+        jax.tree.map(np.testing.assert_array_equal, made, other)
+    drawn = jax.jit(transformer.init, static_argnums=0)(MODEL, jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, base.of_run(replace(loaded, init=None), tmp_path, mesh), drawn)
+    assert (np.asarray(made["embed"]) != np.asarray(drawn["embed"])).any()
+    with pytest.raises(ValueError, match="checkpoint is None; expected one under .*base/checkpoints"):
+        base.of_run(primed, tmp_path / "none", mesh)
