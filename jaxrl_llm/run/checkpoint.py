@@ -9,14 +9,22 @@ import json
 import logging
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from jaxrl_llm.models import transformer
+from jaxrl_llm.models.shape import ModelConfig
+from jaxrl_llm.parallel import sharding
+from jaxrl_llm.types import TrainState
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file, and each error that it also raises
 
@@ -183,3 +191,12 @@ class Checkpoints:
             self.wait()
         finally:
             self._manager.close()
+
+
+def newest_policy(folder: Path, model: ModelConfig, mesh: Mesh) -> Restored | None:
+    """The newest checkpoint of the run, or of the base policy, in a folder; of its state only the parameters."""
+    shapes = jax.eval_shape(partial(transformer.init, model), jax.random.key(0))
+    placed = sharding.shardings(transformer.logical_axes(model), shapes, mesh)
+    like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)
+    checkpoints, warn = Checkpoints(Path(folder) / "checkpoints", read_only=True), partial(print, file=sys.stderr)
+    return checkpoints.restore(TrainState(like, None, None), warn, partial=True)
