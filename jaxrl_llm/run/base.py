@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,13 +12,12 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
-from jaxrl_llm.learner.train_step import init_state, param_shapes
+from jaxrl_llm.learner.train_step import init_state
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.objective.algorithms import call
 from jaxrl_llm.run import sft
-from jaxrl_llm.run.checkpoint import Checkpoints, Restored, sums
-from jaxrl_llm.types import TrainState, expect
+from jaxrl_llm.run.checkpoint import newest_policy, sums
+from jaxrl_llm.types import expect
 
 
 def of_run(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int] | None = None) -> Any:
@@ -29,21 +27,13 @@ def of_run(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int] | 
     """
     model, freeze, params = lora.without(config.model), config.model.lora is not None, None
     if config.prime is not None:
-        primed = lambda: newest(model, out / "base" / "checkpoints", mesh).state.params
-        params = sft.prime(config, out / "base", mesh, stopping) if stopping else primed()
+        folder = out / "base"
+        params = sft.prime(config, folder, mesh, stopping) if stopping else sft.load(config, folder, mesh)
     elif config.init is not None:  # of parameters that are trained there is a copy in float32
         params = call(partial(config.init, model, mesh), {"dtype": model.dtype} if freeze else {})
     elif freeze:
         params = init_state(model, optax.identity(), config.seed, mesh).params
     return lora.frozen(model, params) if freeze else params
-
-
-def newest(model: ModelConfig, checkpoints: Path, mesh: Mesh) -> Restored:
-    """Of the newest checkpoint the parameters that were trained, and nothing of the optimiser. ValueError: none."""
-    like, warn = param_shapes(model, mesh), partial(print, file=sys.stderr)
-    found = Checkpoints(checkpoints, read_only=True).restore(TrainState(like, None, None), warn, partial=True)
-    expect(found, "checkpoint", None, f"one under {checkpoints}")
-    return found
 
 
 def check(base: Any, host: dict[str, Any], run: Path) -> None:
@@ -55,9 +45,9 @@ def check(base: Any, host: dict[str, Any], run: Path) -> None:
 
 
 def policy(run: Path, mesh: Mesh) -> Any:
-    """All parameters of a run's newest policy. Raises ValueError as `newest` and `check` do."""
+    """All parameters of a run's newest policy, and nothing of its optimiser. Raises ValueError as `check` does."""
     config = configs.load(run)
-    found = newest(config.model, run / "checkpoints", mesh)
+    found = newest_policy(run, config.model, mesh)
     if config.model.lora is None:
         return found.state.params
     base = of_run(config, run, mesh)

@@ -34,9 +34,9 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.run import folder, metrics
-from jaxrl_llm.run.checkpoint import Checkpoints, Damaged
+from jaxrl_llm.run.checkpoint import Checkpoints, Damaged, newest_policy
 from jaxrl_llm.run.stopping import Stopped
-from jaxrl_llm.types import Rollouts, Task, TrainState
+from jaxrl_llm.types import Rollouts, Task, TrainState, expect
 
 LOG_EVERY = 50  # batches
 SAVE_EVERY = 200  # batches
@@ -116,6 +116,15 @@ def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int]) ->
             with contextlib.suppress(OSError):  # a cache that cannot be written, or that another run has filled
                 folder.copy_whole(out, cached)
         return params
+
+
+def load(config: Config, folder: Path, mesh: Mesh) -> Any:
+    """Parameters of the base policy that a folder holds. Raises ValueError unless it is finished."""
+    total = sum(s.batches for s in config.prime.stages)
+    found = newest_policy(folder, lora.without(config.model), mesh)
+    done = found.step if found else 0
+    expect(done == total, str(folder), f"a base policy after {done} of {total} batches", "a finished one (jaxrl sft)")
+    return found.state.params
 
 
 def _primed(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int], finished: bool) -> Any:

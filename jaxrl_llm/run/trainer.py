@@ -305,7 +305,10 @@ def _with_own_tokenizer(config: Config, run: Path) -> Config:
 
 
 def load_state(run: Path, step: int | None = None) -> tuple[Learner, TrainState, int]:
-    """A run's learner, which samples in this process, and its newest checkpoint, or that of `step`, with its step."""
+    """A run's learner, which samples in this process, and its newest checkpoint, or that of `step`, with its step.
+
+    Step 0 is the base policy, and the newest one until a checkpoint is made.
+    """
     expect(run.is_dir(), "run", str(run), "the folder of a run")
     config, warn = configs.load(run), lambda text: print(text, file=sys.stderr)
     for line in folder.edited(run):
@@ -314,12 +317,16 @@ def load_state(run: Path, step: int | None = None) -> tuple[Learner, TrainState,
     with jax.set_mesh(learner.mesh):
         checkpoints = Checkpoints(run / "checkpoints", read_only=True)
         found = checkpoints.restore(fresh_state(learner), warn, step)
-        if found is None:
+        primed = found is None and step in (None, 0) and (run / "base").is_dir()  # by `jaxrl sft`, or before step 1
+        if found is None and not primed:
             which = "checkpoint" if step is None else f"checkpoint of step {step} among {checkpoints.steps()}"
             raise ValueError(f"run {run}: no {which}; expected one under {run / 'checkpoints'}")
+        base = bases.of_run(config, run, learner.mesh) if primed or config.model.lora else None
         if config.model.lora:
-            learner = replace(learner, base=bases.of_run(config, run, learner.mesh))
-            bases.check(learner.base, found.host, run)
+            learner, base = replace(learner, base=base), None
+        if primed:
+            return learner, fresh_state(learner, base), 0
+        bases.check(learner.base, found.host, run)
     return learner, found.state, found.step
 
 

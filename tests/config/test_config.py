@@ -189,7 +189,7 @@ def test_an_int_becomes_a_float_where_one_is_wanted():
         ("rollout=3", ["rollout", "3", "Rollout"]),
         ("model=none", ["model", "None", "ModelConfig"]),
         ("algorithm.kl=k9", ["algorithm.kl", "'k9'", "k3+"]),
-        ("model.lora.rank=8", ["model.lora.rank", "'rank'", "NoneType"]),
+        ("model.lora.rank=8", ["model.lora.rank", "'rank'", "None"]),
         ("model.lora={'rnk': 8}", ["model.lora", "{'rnk': 8}", "LoRA | None"]),
         ("optimizer={'lrate': 1.0}", ["optimizer.lrate", "'lrate'", "Optimizer", "'lr'"]),
     ],

@@ -178,5 +178,5 @@ def test_a_primed_base_is_trained_whole_and_found_again(folder, monkeypatch, tmp
     drawn = jax.jit(transformer.init, static_argnums=0)(MODEL, jax.random.key(0))
     jax.tree.map(np.testing.assert_array_equal, base.of_run(replace(loaded, init=None), tmp_path, mesh), drawn)
     assert (np.asarray(made["embed"]) != np.asarray(drawn["embed"])).any()
-    with pytest.raises(ValueError, match="checkpoint is None; expected one under .*base/checkpoints"):
+    with pytest.raises(ValueError, match="base is 'a base policy after 0 of 3 batches'; expected a finished one"):
         base.of_run(primed, tmp_path / "none", mesh)
