@@ -107,8 +107,7 @@ def _validate_model(m: ModelConfig) -> None:
     if m.lora is not None:
         known, targets = LoRA.targets[:4] if m.experts else LoRA.targets, m.lora.targets
         sound = targets and len(set(targets)) == len(targets) and set(targets) <= set(known)
-        expected = f"different ones of {', '.join(known)}{', as model.experts has no others' if m.experts else ''}"
-        expect(sound, "model.lora.targets", targets, expected)
+        expect(sound, "model.lora.targets", targets, f"different ones of {', '.join(known)}, which the model has")
 
 
 def _validate_replay(config: Config) -> None:

@@ -168,9 +168,8 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
         if isinstance(value, Mapping):
             return {k: coerce(args[1], v, f"{where}.{k}") for k, v in value.items()}
     elif is_dataclass(hint) and isinstance(value, Mapping):
-        for name in set(value) - set(known := typing.get_type_hints(hint)):
-            raise ValueError(f"{where}.{name}: no field {name!r} in {hint.__name__}; {nearest(name, list(known))}")
-        return hint(**{k: coerce(known[k], v, f"{where}.{k}") for k, v in value.items()})
+        if all(p.default is not p.empty for p in inspect.signature(hint).parameters.values()):
+            return _changed(hint(), {k: {VALUE: v} for k, v in value.items()}, f"{where}.")
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         expect(math.isfinite(value), where, value, "a finite number")
         return float(value)

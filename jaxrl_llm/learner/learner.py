@@ -97,12 +97,9 @@ def with_teacher(learner: Learner) -> Learner:
 
 
 def fresh_state(learner: Learner, base: Any = None) -> TrainState:
-    """The state at step 0: random parameters, or those of a base policy; critic, memory and reference where used.
-
-    With LoRA `params`, and what is made of them, are the adapters alone: they take no `base`, which is the learner's.
-    """
+    """The state at step 0: parameters that are random (LoRA) or a base policy's; critic, memory, reference where used."""
     config, a = learner.config, learner.config.algorithm
-    state = init_state(config.model, learner.tx, config.seed, learner.mesh, base)
+    state = init_state(config.model, learner.tx, config.seed, learner.mesh, None if config.model.lora else base)
     params = state.params
     value = None if learner.critic is None else learner.critic.init(params)
     memory = None if a.memory is None else call(a.memory, {"n_prompts": len(learner.task.train)})
@@ -233,10 +230,7 @@ def division(config: Config, mesh: Mesh) -> Division:
 
 
 def learner_logprobs(learner: Learner, params: Any, answers: Rollouts) -> Float[np.ndarray, "B T"]:
-    """The learner's log-probs of answers' tokens, about as many answers at a time as a training batch has.
-
-    params: of the whole model.
-    """
+    """The learner's log-probs of answers' tokens, about as many answers at a time as a batch has. params: the whole."""
     r, cut = learner.config.rollout, division(learner.config, learner.mesh)
     parts = cut.micro_batches * -(-len(answers.texts) // (r.prompts * r.group_size))
     cut = replace(cut, mini_batches=1, micro_batches=parts)
@@ -286,8 +280,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
     of_mini = {"norm": a.norm, "max_len": max_len, "nll": a.nll_coef != 0, "phase_weights": a.updates.phase_weights}
     opt_state = reset_moments(state.opt_state) if a.optimizer_reset else state.opt_state
     policy = TrainState(state.params, opt_state, state.step)
-    given = {"teacher": learner.teacher if a.distill_coef else None, "frozen": learner.base}
-    step = partial(learner.train_step, **{name: x for name, x in given.items() if x is not None})
+    step = partial(learner.train_step, teacher=learner.teacher if a.distill_coef else None, frozen=learner.base)
     minis, taken, tokens = batching.mini_batches(batch, batch.rows), [], None
     for phase, mini in list(product(range(a.phase_count), minis)) * a.updates.epochs:
         if a.updates.select is not None or a.updates.token_filter is not None:

@@ -40,10 +40,7 @@ class Teacher:
 
 
 def init_state(config: ModelConfig, tx: Tx, seed: int, mesh: Mesh, params: Any = None) -> TrainState:
-    """Random parameters, unless they are given, and the optimiser's first state; each device makes its own shards.
-
-    With LoRA the parameters are the adapters.
-    """
+    """Parameters to train, random unless given, and the optimiser's first state; each device makes its own shards."""
     placed = state_shardings(config, tx, mesh)
     if params is not None:
         rest = jax.jit(lambda p: replace(first_state(tx, p), params=None), out_shardings=replace(placed, params=None))
@@ -265,10 +262,7 @@ def accumulate(loss: Callable, params: Any, batch: Batch) -> tuple[Any, Array, A
 
 
 def make_gradients(config: ModelConfig, algorithm: Algorithm, temperature: float, chunk: int = 1024) -> Callable:
-    """(params, batch, teacher=None, frozen=None) → gradients with respect to params, loss, metrics.
-
-    frozen: parameters beside which `params` lie, see `lora.joined`.
-    """
+    """(params, batch, teacher=None, frozen: those of the model that params lack) → gradients, loss, metrics."""
     k, aux_coef = config.experts_per_token, config.router_aux_coef if config.experts else 0.0
 
     def gradients(params: Any, batch: Batch, teacher: Any = None, frozen: Any = None) -> tuple[Any, Array, Metrics]:
@@ -317,10 +311,8 @@ def make_train_step(
     gradients = make_gradients(config, algorithm, temperature, chunk)
 
     @partial(jax.jit, donate_argnums=0)
-    def train_step(
-        state: TrainState, batch: Batch, teacher: Teacher | None = None, frozen: Any = None
-    ) -> tuple[TrainState, Metrics]:
-        grads, loss, metrics = gradients(state.params, batch, teacher, frozen)
+    def train_step(state: TrainState, batch: Batch, **given: Any) -> tuple[TrainState, Metrics]:
+        grads, loss, metrics = gradients(state.params, batch, **given)
         state, of_step = apply_gradients(tx, state, grads, loss, batch.weights)
         return state, metrics | of_step
 

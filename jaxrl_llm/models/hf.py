@@ -123,8 +123,7 @@ def _header(file: Path) -> dict[str, Tensor]:
 
 
 def load(config: ModelConfig, mesh: Mesh, source: Path | str, dtype: str = "float32") -> dict[str, Any]:
-    """The parameters of a checkpoint, in the tree and with the shardings of a fresh model's. `dtype` is that of those
-    that a model of this dtype does not compute with in float32 (norms, routers, the head if `fp32_head`).
+    """The parameters of a checkpoint, in the tree and shardings of a fresh model's, each as a model of `dtype` has it.
 
     source: a folder, or OWNER/NAME of the hub. Raises as `check` does, before a device is used, and for tied embeddings
     with another head beside them.
@@ -135,8 +134,8 @@ def load(config: ModelConfig, mesh: Mesh, source: Path | str, dtype: str = "floa
     layouts = hf_format.layouts(config)
     shapes = jax.eval_shape(partial(transformer.init, config), jax.random.key(0))
     placed, tree = jax.tree.flatten(sharding.shardings(transformer.logical_axes(config), shapes, mesh))
-    ends = lambda name: (name.split(".")[0], name.split(".")[-1])
-    dtypes = [transformer.compute_dtype(replace(config, dtype=dtype), *ends(name)) for name in layouts]
+    computed, paths = replace(config, dtype=dtype), [name.split(".") for name in layouts]
+    dtypes = [transformer.compute_dtype(computed, path[0], path[-1]) for path in paths]
     leaves = zip(layouts.values(), placed, dtypes, strict=True)
     return tree.unflatten([_parameter(layout, where, tensors, of) for layout, where, of in leaves])
 

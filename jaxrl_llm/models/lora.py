@@ -2,8 +2,7 @@
 
     y = x·W + (α/r)·(x·A)·B        W [in…, out…], A [in…, r], B [r, out…], which is 0 at first
 
-The tree of `transformer.init` has them beside W, under its name with _a and _b. What is here takes the tree apart into
-the frozen base (the tree of the model without LoRA) and the adapters, and puts it together.
+The tree of `transformer.init` has them beside W, named NAME_a and NAME_b. Without them it is the base's, all frozen.
 """
 
 from __future__ import annotations
@@ -44,25 +43,25 @@ def joined(frozen: Any, trained: Any) -> Any:
     return frozen | {name: joined(frozen.get(name), x) for name, x in trained.items()}
 
 
-def merged_layer(lora: LoRA, layer: dict[str, Any]) -> dict[str, Any]:
+def merged_layer(config: ModelConfig, layer: dict[str, Any]) -> dict[str, Any]:
     """One layer's W + (α/r)·A·B in float32, without its adapters; what has none stays as it is."""
+    if (c := config.lora) is None:
+        return layer
 
     def one(name: str, x: Any) -> Any:
         if isinstance(x, dict):
-            return merged_layer(lora, x)
+            return merged_layer(config, x)
         if f"{name}_a" not in layer:
             return x
         a, b = (layer[f"{name}_{x}"].astype(jnp.float32) for x in "ab")
-        return x.astype(jnp.float32) + lora.alpha / lora.rank * jnp.tensordot(a, b, 1, precision="highest")
+        return x.astype(jnp.float32) + c.alpha / c.rank * jnp.tensordot(a, b, 1, precision="highest")
 
-    return {name: one(name, x) for name, x in layer.items() if name not in _adapters(lora)}
+    return {name: one(name, x) for name, x in layer.items() if name not in _adapters(c)}
 
 
 def merged(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the model without LoRA that computes the same: `merged_layer` of each of the stacked layers."""
-    if config.lora is None:
-        return params
-    return {**params, "layers": jax.vmap(partial(merged_layer, config.lora))(params["layers"])}
+    """The parameters of the model without LoRA that computes the same."""
+    return {**params, "layers": jax.vmap(partial(merged_layer, config))(params["layers"])}
 
 
 def frozen(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:

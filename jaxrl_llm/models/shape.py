@@ -70,7 +70,6 @@ class ModelConfig:
 
     @property
     def n_params(self) -> int:
-        """Parameters of the model, without LoRA's."""
         return self._params(self.experts)
 
     @property

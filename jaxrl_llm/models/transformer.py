@@ -52,25 +52,20 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _param(
-    rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], std: float | None, stream: str = "params"
-) -> nnx.Param:
+def _param(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], std: float | None) -> nnx.Param:
     """A float32 parameter: normal with `std`, zeros for std 0, ones for None (norm scales)."""
     constant = jnp.full(shape, float(std is None), jnp.float32)
-    return nnx.Param(std * jax.random.normal(rngs[stream](), shape, jnp.float32) if std else constant, axes=axes)
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32) if std else constant, axes=axes)
 
 
 def _adapt(module: nnx.Module, lora: LoRA | None, rngs: nnx.Rngs, **inputs: int) -> None:
-    """Beside each projection W [in…, out…] that LoRA targets: A [in…, rank], normal, and B [rank, out…], zeros.
-
-    inputs: the module's projections, each with the number of its input axes.
-    """
+    """Beside each targeted W [in…, out…] A [in…, rank], normal, and B [rank, out…], zeros. inputs: W → axes in."""
     for name, n in inputs.items():
         if lora is not None and name in lora.targets:
             w, r = getattr(module, name), lora.rank
             axes, std = w.get_metadata()["axes"], math.prod(w.shape[:n]) ** -0.5
-            a = _param(rngs, (*axes[:n], "rank"), (*w.shape[:n], r), std, "lora")  # W's own keys stay as without LoRA
-            setattr(module, f"{name}_a", a)
+            own = nnx.Rngs(rngs.lora())  # W's keys stay as without LoRA
+            setattr(module, f"{name}_a", _param(own, (*axes[:n], "rank"), (*w.shape[:n], r), std))
             setattr(module, f"{name}_b", _param(rngs, ("rank", *axes[n:]), (r, *w.shape[n:]), 0))
 
 
@@ -87,9 +82,7 @@ class RMSNorm(nnx.Module):
 
 
 def _matmul(x: Array, w: Array, n: int = 1) -> Array:
-    """x [*N,*A] · w [*A,*B] → [*N,*B], where A are n axes: the tokens on one axis: over two, XLA would transpose for
-    the gradient of w.
-    """
+    """x [*N,*A] · w [*A,*B], n axes A; the tokens on one axis: over two, XLA would transpose for the gradient of w."""
     inputs = math.prod(w.shape[:n])
     y = x.reshape(-1, inputs) @ w.astype(x.dtype).reshape(inputs, -1)
     return y.reshape(*x.shape[:-n], *w.shape[n:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jaxrl_llm.learner.train_step import init_state
 from jaxrl_llm.models import lora
 from jaxrl_llm.objective.algorithms import call
 from jaxrl_llm.run import sft
-from jaxrl_llm.run.checkpoint import newest_policy, sums
+from jaxrl_llm.run.checkpoint import checksums
 from jaxrl_llm.types import expect
 
 
@@ -27,8 +28,8 @@ def of_run(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int] | 
     """
     model, freeze, params = lora.without(config.model), config.model.lora is not None, None
     if config.prime is not None:
-        folder = out / "base"
-        params = sft.prime(config, folder, mesh, stopping) if stopping else sft.load(config, folder, mesh)
+        made = partial(sft.prime, stopping=stopping) if stopping else sft.load
+        params = made(replace(config, model=model), out / "base", mesh)
     elif config.init is not None:  # of parameters that are trained there is a copy in float32
         params = call(partial(config.init, model, mesh), {"dtype": model.dtype} if freeze else {})
     elif freeze:
@@ -38,18 +39,6 @@ def of_run(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int] | 
 
 def check(base: Any, host: dict[str, Any], run: Path) -> None:
     """ValueError unless the adapters of a checkpoint were trained on this base. host: what was saved with them."""
-    saved, now = host.get("base", {}), sums(base)
-    other = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    other = [] if base is None else configs.differences(host.get("base"), checksums(base, {}))
     expected = "the weights on which the run's adapters were trained"
-    expect(not other, f"{run}: base", f"another one ({len(other)} arrays differ, as {other[:1]})", expected)
-
-
-def policy(run: Path, mesh: Mesh) -> Any:
-    """All parameters of a run's newest policy, and nothing of its optimiser. Raises ValueError as `check` does."""
-    config = configs.load(run)
-    found = newest_policy(run, config.model, mesh)
-    if config.model.lora is None:
-        return found.state.params
-    base = of_run(config, run, mesh)
-    check(base, found.host, run)
-    return lora.joined(base, found.state.params)
+    expect(not other, f"{run}: base", f"another one ({len(other)} arrays differ)", expected)

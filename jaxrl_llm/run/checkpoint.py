@@ -79,17 +79,12 @@ def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
     return [one(x) for x in leaves]
 
 
-def sums(tree: Any) -> dict[str, int]:
-    """A number for each leaf, by its path."""
-    named = jax.tree_util.tree_leaves_with_path(tree)
-    numbers = jax.device_get(_sums([x for _, x in named]))
-    return {jax.tree_util.keystr(path): int(n) for (path, _), n in zip(named, numbers, strict=True)}
-
-
 def checksums(state: Any, host: dict[str, Any]) -> dict[str, Any]:
     """A number for each leaf of `state` and one for `host`: TensorStore does not notice a flipped byte of an array."""
+    named = jax.tree_util.tree_leaves_with_path(state)
+    sums = jax.device_get(_sums([x for _, x in named]))
     digest = hashlib.blake2b(json.dumps(host, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return sums(state) | {"host": digest}
+    return {jax.tree_util.keystr(path): int(s) for (path, _), s in zip(named, sums, strict=True)} | {"host": digest}
 
 
 class Checkpoints:

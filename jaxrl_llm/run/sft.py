@@ -120,8 +120,7 @@ def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int]) ->
 
 def load(config: Config, folder: Path, mesh: Mesh) -> Any:
     """Parameters of the base policy that a folder holds. Raises ValueError unless it is finished."""
-    total = sum(s.batches for s in config.prime.stages)
-    found = newest_policy(folder, lora.without(config.model), mesh)
+    total, found = sum(s.batches for s in config.prime.stages), newest_policy(folder, config.model, mesh)
     done = found.step if found else 0
     expect(done == total, str(folder), f"a base policy after {done} of {total} batches", "a finished one (jaxrl sft)")
     return found.state.params

@@ -23,11 +23,10 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.learner.learner import Learner, build, fresh_state, learn_batch, update, update_critic, with_teacher
 from jaxrl_llm.learner.optim import updates_applied
-from jaxrl_llm.models import lora
 from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.run import base as bases
 from jaxrl_llm.run import evals, folder, metrics, probe, sft
-from jaxrl_llm.run.checkpoint import Checkpoints, sums
+from jaxrl_llm.run.checkpoint import Checkpoints, checksums
 from jaxrl_llm.run.modes import MODES, Position
 from jaxrl_llm.run.stopping import Stopped, stop_on_signals
 from jaxrl_llm.sampler import client, groups, weights
@@ -45,16 +44,15 @@ def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") 
 
     version: updates behind the parameters. run: see `Client`.
     """
-    r, model, adapted = learner.config.rollout, sampler_model(learner.config), learner.config.model.lora
-    kept = {"quantized": quantized(learner.config), "adapted": adapted}
+    r, model, kept = learner.config.rollout, sampler_model(learner.config), quantized(learner.config)
     drawn = Sampling(r.temperature, r.top_k, r.top_p), r.max_response_tokens, r.stop
     if r.servers:
         servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca, run=run)
-        return RemoteEngine(servers, model, learner.tokenizer, *drawn, **kept).pushed(params, version)
-    pushed = weights.push(model, params, learner.mesh, version=version, **kept)
+        return RemoteEngine(servers, model, learner.tokenizer, *drawn, quantized=kept).pushed(params, version)
+    pushed = weights.push(model, params, learner.mesh, version=version, quantized=kept)
     sizes = r.slots or r.prompts * r.group_size, r.max_prompt_tokens, r.tokens_per_call
-    kept |= {"kv_dtype": r.kv_dtype, "exact": r.zero_gap, "mesh": learner.mesh, "record_experts": model.experts > 0}
-    return LocalEngine(model, learner.tokenizer, pushed, *drawn, *sizes, **kept)
+    settings = *drawn, *sizes, kept, r.kv_dtype, r.zero_gap, learner.mesh
+    return LocalEngine(model, learner.tokenizer, pushed, *settings, record_experts=model.experts > 0)
 
 
 def quantized(config: Config) -> str:
@@ -63,9 +61,9 @@ def quantized(config: Config) -> str:
 
 
 def sampler_model(config: Config) -> ModelConfig:
-    """The model as the sampler computes it: it knows nothing of LoRA."""
-    dtype, model = config.rollout.dtype, lora.without(config.model)
-    return model if dtype in ("", *weights.QUANTIZED) else replace(model, dtype=dtype)
+    """The model as the sampler computes it."""
+    dtype = config.rollout.dtype
+    return config.model if dtype in ("", *weights.QUANTIZED) else replace(config.model, dtype=dtype)
 
 
 def rollout_metrics(scored: ScoredBatch, version: int) -> dict[str, float]:
@@ -161,12 +159,10 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
         learner = replace(build(_with_own_tokenizer(config, out) if resume else config), config=config)
         managed = Checkpoints(out / "checkpoints", config.checkpoint.keep)
         with jax.set_mesh(learner.mesh), contextlib.closing(managed) as checkpoints:
-            learner, a, base = with_teacher(learner), config.algorithm, None
-            # Else all that is needed of it is in the checkpoint
-            if config.model.lora or not checkpoints.steps() or (a.needs_reference and not a.kl_refresh):
-                base = bases.of_run(config, out, learner.mesh, stopping)
-            if config.model.lora:
-                learner, base = replace(learner, base=base), None
+            learner, a = with_teacher(learner), config.algorithm
+            needed = config.model.lora or not checkpoints.steps() or (a.needs_reference and not a.kl_refresh)
+            base = bases.of_run(config, out, learner.mesh, stopping) if needed else None  # all is in the checkpoint
+            learner = replace(learner, base=base if config.model.lora else None)
             state, at = fresh_state(learner, base), Position()
             if a.needs_reference and state.reference is None:
                 learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
@@ -202,7 +198,7 @@ def _loop(
         if at.step and at.step not in checkpoints.steps():
             host = mode.settled(at, wait).to_json()
             host |= {"seed": config.seed, "config": configs.to_json(config), "machine": folder.machine()}
-            host |= {"base": sums(learner.base)}  # with LoRA the adapters are nothing without it
+            host |= {"base": checksums(learner.base, {})}  # with LoRA the adapters are nothing without it
             checkpoints.save(at.step, state, host)
 
     try:
@@ -322,8 +318,7 @@ def load_state(run: Path, step: int | None = None) -> tuple[Learner, TrainState,
             which = "checkpoint" if step is None else f"checkpoint of step {step} among {checkpoints.steps()}"
             raise ValueError(f"run {run}: no {which}; expected one under {run / 'checkpoints'}")
         base = bases.of_run(config, run, learner.mesh) if primed or config.model.lora else None
-        if config.model.lora:
-            learner, base = replace(learner, base=base), None
+        learner = replace(learner, base=base if config.model.lora else None)
         if primed:
             return learner, fresh_state(learner, base), 0
         bases.check(learner.base, found.host, run)

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from jaxrl_llm import types
 from jaxrl_llm.data.tokenizers import Tokenizer
-from jaxrl_llm.models.shape import LoRA, ModelConfig
+from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler import decode, requests, weights, wire
 from jaxrl_llm.sampler import rollout_pb2 as pb
 from jaxrl_llm.sampler.requests import Group, NextRequest, Request
@@ -388,7 +388,6 @@ class RemoteEngine:
     quantized: str = ""  # int8 or int4: how pushed weights are kept
     version: int = 0  # of the weights pushed last
     bytes: int = 0  # of them, to each server
-    adapted: LoRA | None = None  # the learner's, merged into the weights that are pushed
 
     def sample(self, next_request: NextRequest, latest: Callable | None = None) -> Iterator[tuple[Request, Group]]:
         """Groups as they are done. The servers change to pushed weights by themselves, between two of their calls."""
@@ -397,8 +396,7 @@ class RemoteEngine:
     def pushed(self, params: Any, version: int | None = None) -> RemoteEngine:
         """The same servers with the learner's parameters, one version on."""
         version = self.version + 1 if version is None else version
-        kept = {"quantized": self.quantized, "adapted": self.adapted}
-        new = weights.push(self.model, params, None, version=version, **kept)
+        new = weights.push(self.model, params, None, version=version, quantized=self.quantized)
         self.client.push(named(new.params), version)
         return replace(self, version=version, bytes=new.bytes)
 

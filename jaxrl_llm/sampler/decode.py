@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.data.tokenizers import Tokenizer
-from jaxrl_llm.models.shape import LoRA, ModelConfig
+from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler import weights
 from jaxrl_llm.sampler.requests import Group, NextRequest, PartialAnswer, Request, check
 from jaxrl_llm.sampler.sampling import Sampling
@@ -38,7 +38,6 @@ class LocalEngine:
     exact: bool = False
     mesh: Mesh | None = None
     record_experts: bool = False  # answers have the choices of a mixture of experts' routers, `Answer.experts`
-    adapted: LoRA | None = None  # the learner's, merged into the weights that are pushed
 
     __post_init__ = check_sizes
 
@@ -73,8 +72,7 @@ class LocalEngine:
 
     def pushed(self, params: Any) -> LocalEngine:
         """The same engine with the learner's parameters, one version on."""
-        kept = {"quantized": self.quantized, "adapted": self.adapted}
-        new = weights.push(self.model, params, self.mesh, version=self.version + 1, **kept)
+        new = weights.push(self.model, params, self.mesh, version=self.version + 1, quantized=self.quantized)
         jax.block_until_ready(new.params)
         return replace(self, weights=new)
 

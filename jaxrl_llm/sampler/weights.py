@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import lora, transformer
-from jaxrl_llm.models.shape import LoRA, ModelConfig
+from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler.quantize import Quantized, quantize
 
@@ -38,18 +38,18 @@ def _shared(axes: tuple[str, ...]) -> tuple[int, ...]:
     return (len(axes) - 1,) if axes[0] == "vocab" else tuple(range(len(axes) - 1))
 
 
-@partial(jax.jit, static_argnums=(0, 2, 3, 4))
-def _unstack(config: ModelConfig, params: Any, mesh: Mesh | None, quantized: str, adapted: LoRA | None) -> Any:
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def _unstack(config: ModelConfig, params: Any, mesh: Mesh | None, quantized: str) -> Any:
     """Merge LoRA, cast to the compute dtype, or quantize, and cut the stacked layers apart.
 
     Decoding runs its layers one after the other, each with a cache of its own: a scan over stacked caches would copy
     all of them for every token. Weights are whole along `fsdp`, or each token would gather them again.
     """
     is_axes = lambda x: isinstance(x, tuple)
-    axes = transformer.logical_axes(config)
+    axes = transformer.logical_axes(lora.without(config))
     axes["layers"] = [jax.tree.map(lambda a: a[1:], axes["layers"], is_leaf=is_axes)] * config.layers
     layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(config.layers)]
-    params = {**params, "layers": layers if adapted is None else [lora.merged_layer(adapted, x) for x in layers]}
+    params = {**params, "layers": [lora.merged_layer(config, x) for x in layers]}
     whole = lambda a: tuple(None if m == "fsdp" else m for m in sharding.spec(a))
     sharded = lambda spec: NamedSharding(mesh, PartitionSpec(*spec))
     pin = lambda x, spec: x if mesh is None else jax.lax.with_sharding_constraint(x, sharded(spec))
@@ -65,12 +65,11 @@ def _unstack(config: ModelConfig, params: Any, mesh: Mesh | None, quantized: str
 
 
 def push(
-    config: ModelConfig, params: Any, mesh: Mesh | None, *, version: int = 0, quantized: str = "",
-    adapted: LoRA | None = None,
-) -> SamplerWeights:  # fmt: skip
+    config: ModelConfig, params: Any, mesh: Mesh | None, *, version: int = 0, quantized: str = ""
+) -> SamplerWeights:
     """Convert the learner's parameters for the sampler. No copy passes through the host.
 
     quantized: int8 or int4: matrices are kept so, with a float32 scale per output channel, and multiplied in the
-    compute dtype. adapted: the learner's LoRA, whose adapters are merged; `config` is the model without.
+    compute dtype. Adapters of a config with LoRA are merged.
     """
-    return SamplerWeights(_unstack(config, params, mesh, quantized, adapted), version)
+    return SamplerWeights(_unstack(config, params, mesh, quantized), version)

@@ -42,8 +42,7 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
 
     def make() -> backend.DriverBackend:
-        kept = {"quantized": trainer.quantized(config), "adapted": config.model.lora}
-        pushed = weights.push(model, params, mesh, **kept)
+        pushed = weights.push(model, params, mesh, quantized=trainer.quantized(config))
         sizes = {"slots": r.slots or r.prompts * r.group_size, "max_prompt_tokens": r.max_prompt_tokens}
         sizes |= {"max_tokens": r.max_response_tokens, "tokens_per_call": r.tokens_per_call, "kv_dtype": r.kv_dtype}
         return backend.DriverBackend(model, config.tokenizer(), pushed, mesh=mesh, **sizes)

@@ -163,10 +163,10 @@ def test_a_frozen_base_loses_nothing_in_the_dtype_it_is_computed_in():
 def test_a_push_is_the_merged_model(mesh, quantized):
     mesh, params = mesh and sharding.make_mesh(*mesh), random_params(MODEL)
     given = {"mesh": mesh, "quantized": quantized}
-    got = weights.push(BASE, params, **given, adapted=MODEL.lora).params
+    got = weights.push(MODEL, params, **given).params
     want = weights.push(BASE, lora.merged(MODEL, params), **given).params
     assert jax.tree.structure(got) == jax.tree.structure(want)
     same = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(same, dequantized(got, "float32"), dequantized(want, "float32"))
     plain = random_params(BASE)  # a base policy, before there are adapters
-    jax.tree.map(same, *(weights.push(BASE, plain, None, adapted=x).params for x in (MODEL.lora, None)))
+    jax.tree.map(same, *(weights.push(c, plain, None).params for c in (MODEL, BASE)))

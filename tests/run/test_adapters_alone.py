@@ -146,9 +146,7 @@ def test_another_base_is_refused(runs, folder, monkeypatch, capsys, tmp_path):
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1
     weights.write_bytes(changed)
-    expected = (
-        f"{run}: base is 'another one \\(1 arrays differ, as .*; expected the weights on which the run's adapters"
-    )
+    expected = f"{run}: base is 'another one \\(1 arrays differ\\)'; expected the weights on which the run's adapters"
     with pytest.raises(ValueError, match=expected):
         trainer.train(config, run, resume=True)
     with pytest.raises(ValueError, match=expected):
