@@ -97,7 +97,7 @@ def with_teacher(learner: Learner) -> Learner:
 
 
 def fresh_state(learner: Learner, base: Any = None) -> TrainState:
-    """The state at step 0: random parameters (with LoRA always) or a base policy's; what critic, memory, reference need."""
+    """The state at step 0: random parameters (LoRA: always) or a base policy's; critic, memory, reference if used."""
     config, a = learner.config, learner.config.algorithm
     state = init_state(config.model, learner.tx, config.seed, learner.mesh, None if config.model.lora else base)
     params = state.params
