@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parent.parent / "experiments" / "benchmarks"
 LEAST = {
     "attention": ("--tokens", "2048"),
     "objectives": ("--runs", "1"),
+    "memory": ("--preset", "smollm2-135m", "--tokens", "256", "--vocab", "1024"),
     "rl_step": ("--prompt-len", "16", "--steps", "1"),
     "sampler": ("--remote", "--repeats", "1"),
 }

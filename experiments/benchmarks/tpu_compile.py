@@ -23,14 +23,13 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
-os.environ |= {
+import tyro
+
+WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}  # bytes
+ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }  # fmt: skip
-
-import tyro  # noqa: E402
-
-WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}  # bytes
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -57,7 +56,8 @@ class Step:
 
 
 def lower_and_compile(step: Step) -> None:
-    """Write the compiler's files into `step.dump`, and then go on compiling, for which nobody waits."""
+    """Write the compiler's files into `step.dump` and go on to the end, minutes for which the parent does not wait."""
+    os.environ |= ENVIRONMENT  # before jax starts
     from jax.experimental import mesh_utils, topologies
     from jax.sharding import Mesh
     from memory import answers, lowered
@@ -71,8 +71,10 @@ def lower_and_compile(step: Step) -> None:
     mesh = Mesh(mesh_utils.create_device_mesh(shape, devices), ("data", "fsdp", "tensor"))
     model = replace(PRESETS[step.preset], dtype="bfloat16", remat=step.remat, attention="splash")
     cut = Division(1, step.micro_batches, step.data * step.fsdp, step.layout, step.row_tokens, UNIT)
-    program = lowered(model, answers(step.prompts, step.group, step.prompt_tokens, step.answer_tokens), cut, mesh, step.chunk)
-    program.compile(compiler_options={"xla_dump_to": step.dump, "xla_dump_hlo_as_text": True})
+    rollouts = answers(step.prompts, step.group, step.prompt_tokens, step.answer_tokens)
+    program = lowered(model, rollouts, cut, mesh, step.chunk)
+    done = program.compile(compiler_options={"xla_dump_to": step.dump, "xla_dump_hlo_as_text": True})
+    print(done.memory_analysis())
 
 
 def compiled(step: Step, folder: Path) -> tuple[str, str]:
@@ -84,7 +86,7 @@ def compiled(step: Step, folder: Path) -> tuple[str, str]:
     del options["child"]
     command = [sys.executable, __file__, "--child", *(f"--{k.replace('_', '-')}={v}" for k, v in options.items())]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
         try:
             sizes = [-1, 0]  # of the last of the files, which is whole when it no longer grows
             while not sizes[-2] == sizes[-1] > 0:
@@ -116,35 +118,54 @@ def participants(line: str) -> int:
     return listed[1].count(",") + 1 if listed else 2
 
 
-def traffic(program: str) -> Counter:
-    """Bytes that reach a device in a run of an optimised program, by kind of collective."""
-    bodies = dict(re.findall(r"^(?:ENTRY )?%?(\S+) \(.*?\{\n(.*?)^\}(?!\})", program, re.M | re.S))
-    trips, names = Counter(), list(re.findall(r"^ENTRY %?(\S+)", program, re.M))
-    trips[names[0]] = 1
-    for name in names:  # grows: callers come before what they call
-        for line in bodies[name].splitlines():
-            loop = re.search(r"condition=%?([\w.-]+), body=%?([\w.-]+)", line)
-            times = max(map(int, re.findall(r" constant\((\d+)\)", bodies[loop[1]])), default=1) if loop else 1
+def computations(program: str) -> dict[str, tuple[int, list[str]]]:
+    """Of an optimised program: how often each computation runs, by the trips of the loops around it, and its lines."""
+    lines = {
+        name: body.splitlines()
+        for name, body in re.findall(r"^(?:ENTRY )?%?(\S+) \(.*?\{\n(.*?)^\}(?!\})", program, re.M | re.S)
+    }
+    names = re.findall(r"^ENTRY %?(\S+)", program, re.M)
+    runs = Counter(names)
+    for name in names:  # which grows: who calls comes before what is called
+        for line in lines[name]:
+            times, loop = 1, re.search(r"condition=%?([\w.-]+), body=", line)
+            if loop:  # `i < constant`, from 0
+                constants = re.findall(r" constant\((\d+)\)", "\n".join(lines[loop[1]]))
+                times = max(map(int, constants), default=1)
             for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.-]+)", line):
-                trips[called] = max(trips[called], trips[name] * times)
+                runs[called] = max(runs[called], runs[name] * times)
                 names.append(called)
-    moved = {}
-    for name in trips:
-        for line in bodies[name].splitlines():
-            op = re.search(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\((.*?)\)", line)
-            if not op:
-                continue
-            kind, n = op[2], participants(line)
-            size = n_bytes(op[1]) * (n if kind == "reduce-scatter" else 1)
-            share = 1 if kind == "collective-permute" else (n - 1) / n * (2 if kind == "all-reduce" else 1)
-            # An asynchronous one is written up to three times, in one channel.
-            channel = re.search(r"channel_id=\d+", line)
-            key = channel[0] if channel else line
-            moved[key] = max(moved.get(key, (0, "")), (trips[name] * size * share, kind))
-    total = Counter()
-    for size, kind in moved.values():
-        total[kind] += size
-    return total
+    return {name: (n, lines[name]) for name, n in runs.items()}
+
+
+@dataclass(frozen=True)
+class Collective:
+    kind: str
+    shapes: str  # of its results, as HLO writes them; of an asynchronous one also of its operands
+    devices: int  # that take part
+    times: int  # in a run of the program
+    asynchronous: bool
+
+    @property
+    def bytes(self) -> float:
+        """That it brings to a device, each time."""
+        n, size = self.devices, n_bytes(self.shapes)
+        if self.asynchronous:
+            size *= {"all-gather": n / (n + 1), "collective-permute": 1 / 2}.get(self.kind, 1)
+        shares = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}
+        return size * shares.get(self.kind, (n - 1) / n)
+
+
+def collectives(program: str) -> list[Collective]:
+    """All of an optimised program. One that runs piece by piece is written for each piece, and counts once."""
+    found = {}
+    for times, lines in computations(program).values():
+        for line in lines:
+            if op := re.search(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(", line):
+                chain = re.search(r"(channel_id=\d+).*\bchain_id=", line)
+                one = Collective(op[2], op[1], participants(line), times, op[3] is not None)
+                found.setdefault(chain[1] if chain else line, []).append(one)
+    return [max(same, key=lambda x: x.times) for same in found.values()]
 
 
 def main(step: Step) -> None:
@@ -156,8 +177,12 @@ def main(step: Step) -> None:
         folder = Path(step.dump or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         buffers, program = compiled(step, folder)
-    size = lambda kind: sum(map(int, re.findall(rf"^allocation \d+: size (\d+), {kind}", buffers, re.M))) / 2**30
-    moved = {kind: n / 2**30 for kind, n in traffic(program).items()}
+    size = lambda kind: (
+        sum(map(int, re.findall(rf"^allocation \d+: size (\d+), page 0, {kind}", buffers, re.M))) / 2**30
+    )
+    moved = Counter()
+    for x in collectives(program):
+        moved[x.kind] += x.times * x.bytes / 2**30
     print(f"{'arguments, GiB':>15} {'temporaries, GiB':>17} {'ICI, GiB':>9} {'s':>6}  of which")
     parts = ", ".join(f"{kind} {n:.2f}" for kind, n in sorted(moved.items()))
     figures = f"{size('parameter'):15.2f} {size('preallocated-temp'):17.2f} {sum(moved.values()):9.2f}"
