@@ -1,9 +1,9 @@
 """Memory of the whole train step of DAPO at the shape of a published model, by the compiler's account: nothing runs.
 
 A batch is one packed row of one sequence, a quarter of it prompt, in one micro-batch on one CPU; AdamW. Arguments are
-parameters, moments and the batch. Temporaries of the step are everything else: the gradient, 4 bytes a parameter, copies
-of the moments that XLA makes on a CPU, and what the forward and the backward pass need. These passes alone, compiled
-with the gradient as their result and hence beside it, are the last column: that is what grows with tokens.
+parameters, moments and the batch. Temporaries of the step are all else: the gradient (4 bytes a parameter), copies of
+the moments that XLA makes on a CPU, and what the forward and the backward pass need. The last column is of these passes
+alone, compiled with the gradient as their result and hence without it: that is what grows with tokens.
 
 Command: python experiments/benchmarks/memory.py [--tokens 4096 8192 16384] [--vocab 32000 151936] [--preset NAME]
 """
