@@ -28,7 +28,7 @@ import tyro
 WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}  # bytes
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_ENABLE_COMPILATION_CACHE": "false",
 }  # fmt: skip
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -80,7 +80,7 @@ def lower_and_compile(step: Step) -> None:
 def compiled(step: Step, folder: Path) -> tuple[str, str]:
     """The buffer assignment and the optimised program of a process that is ended once it has written them.
 
-    Raises RuntimeError, with the end of what the process said, if it ends before: if the program does not fit, say.
+    Raises SystemExit, with the error that the process ended in, if it ends before: if the program does not fit, say.
     """
     options = asdict(replace(step, dump=str(folder)))
     del options["child"]
@@ -91,7 +91,8 @@ def compiled(step: Step, folder: Path) -> tuple[str, str]:
             sizes = [-1, 0]  # of the last of the files, which is whole when it no longer grows
             while not sizes[-2] == sizes[-1] > 0:
                 if process.poll() is not None:
-                    raise RuntimeError((folder / "log").read_text()[-2000:])
+                    said = (folder / "log").read_text()
+                    raise SystemExit((re.findall(r"^[\w.]*Error: .*", said, re.M) or [said])[-1])
                 time.sleep(0.5)
                 sizes.append(sum(x.stat().st_size for x in folder.glob("*jit_train_step*after_buffer_assignment.txt")))
         finally:
