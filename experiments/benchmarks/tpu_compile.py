@@ -8,7 +8,8 @@ all-gather, reduce-scatter and all-to-all bring x·(n−1)/n, an all-reduce twic
 
 libtpu belongs in a folder of its own, because wherever it is installed every start of jax is slow:
     pip install --no-deps --target /tmp/libtpu libtpu==0.0.51
-Command: PYTHONPATH=/tmp/libtpu python experiments/benchmarks/tpu_compile.py --topology v5p:4x4x4 --fsdp 64 [--help]
+Command: PYTHONPATH=/tmp/libtpu python experiments/benchmarks/tpu_compile.py [--topology v5p:4x4x4] [--data 1]
+    [--fsdp 64] [--tensor 1] [--preset qwen2.5-7b] [--answer-tokens 2048] [--micro-batches 1] [--row-tokens 0] [--help]
 """
 
 import os
