@@ -178,6 +178,8 @@ def main(step: Step) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(step.dump or temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise SystemExit(f"--dump {folder} holds files; expected an empty folder")
         buffers, program = compiled(step, folder)
     size = lambda kind: (
         sum(map(int, re.findall(rf"^allocation \d+: size (\d+), page 0, {kind}", buffers, re.M))) / 2**30
