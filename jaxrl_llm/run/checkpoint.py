@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from jaxrl_llm.models import transformer
+from jaxrl_llm.learner.train_step import param_shapes
 from jaxrl_llm.models.shape import ModelConfig
-from jaxrl_llm.parallel import sharding
 from jaxrl_llm.types import TrainState
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file, and each error that it also raises
@@ -195,8 +194,5 @@ class Checkpoints:
 
 def newest_policy(folder: Path, model: ModelConfig, mesh: Mesh) -> Restored | None:
     """The newest checkpoint of the run, or of the base policy, in a folder; of its state only the parameters."""
-    shapes = jax.eval_shape(partial(transformer.init, model), jax.random.key(0))
-    placed = sharding.shardings(transformer.logical_axes(model), shapes, mesh)
-    like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)
     checkpoints, warn = Checkpoints(Path(folder) / "checkpoints", read_only=True), partial(print, file=sys.stderr)
-    return checkpoints.restore(TrainState(like, None, None), warn, partial=True)
+    return checkpoints.restore(TrainState(param_shapes(model, mesh), None, None), warn, partial=True)

@@ -30,6 +30,7 @@ from jaxrl_llm.learner.batching import make_batch, with_advantages, with_weights
 from jaxrl_llm.learner.learner import division
 from jaxrl_llm.learner.optim import make_optimizer, schedule
 from jaxrl_llm.learner.train_step import init_state, make_train_step
+from jaxrl_llm.models import lora
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.run import folder, metrics
@@ -90,6 +91,7 @@ def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int]) ->
     one base, the second waits for the first. Raises Stopped when `stopping()` gives a signal, ValueError when the
     folder holds another base policy or when the task has no traces to learn from.
     """
+    config = replace(config, model=lora.without(config.model))  # all of a base is trained
     cached = curation.cache_folder() / cache_key(config)
     with contextlib.ExitStack() as stack:
         if not out.exists():

@@ -21,11 +21,15 @@ def run(folder: str = "") -> tuple[ModelConfig, Tokenizer, Callable]:
     path = Path(folder)
     saved = any((path / "checkpoints").glob("[0-9]*")) and (path / "config.json").is_file()
     expect(saved, "teacher.folder", folder, "the folder of a run with a checkpoint (--set teacher.folder=…)")
-    model = configs.load(path).model
+    config = configs.load(path)
 
     def parameters(mesh: Mesh) -> Any:
-        from jaxrl_llm.run.checkpoint import newest_policy
+        from jaxrl_llm.models import lora
+        from jaxrl_llm.run import base, checkpoint
 
-        return newest_policy(path, model, mesh).state.params
+        found = checkpoint.newest_policy(path, config.model, mesh)
+        frozen = base.of_run(config, path, mesh) if config.model.lora else None
+        base.check(frozen, found.host, path)
+        return lora.joined(frozen, found.state.params)
 
-    return model, tokenizers.load(path / "tokenizer"), parameters
+    return config.model, tokenizers.load(path / "tokenizer"), parameters
