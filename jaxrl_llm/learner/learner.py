@@ -25,7 +25,7 @@ from jaxrl_llm.learner import batching, critic
 from jaxrl_llm.learner.optim import make_optimizer, reset_moments, schedule
 from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.learner.train_step import Teacher, init_state, make_logprobs, make_train_step
-from jaxrl_llm.models import attention
+from jaxrl_llm.models import attention, transformer
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants
 from jaxrl_llm.parallel import sharding
@@ -88,7 +88,13 @@ def with_teacher(learner: Learner) -> Learner:
     expected = f"the run's {len(own)} tokens, of which {len(own.items() & known.items())} are the same"
     expect(known == own, "teacher()'s tokenizer", f"{len(known)} tokens", expected)
     logprobs = make_logprobs(model, learner.config.rollout.temperature, learner.config.learner.logprob_chunk)
-    return replace(learner, teacher=Teacher(model, load(learner.mesh)), teacher_logprobs=logprobs)
+    params = transformer.frozen(model, load(learner.mesh))
+    return replace(learner, teacher=Teacher(model, params), teacher_logprobs=logprobs)
+
+
+def reference_of(config: Config, params: Any) -> Any:
+    """The parameters that a reference policy keeps of a policy: a copy, as steps donate the policy's own."""
+    return transformer.frozen(config.model, params, config.learner.reference_dtype)
 
 
 def fresh_state(learner: Learner, base: Any = None) -> TrainState:
@@ -98,7 +104,7 @@ def fresh_state(learner: Learner, base: Any = None) -> TrainState:
     params = state.params
     value = None if learner.critic is None else learner.critic.init(params)
     memory = None if a.memory is None else call(a.memory, {"n_prompts": len(learner.task.train)})
-    reference = jax.tree.map(jnp.copy, params) if a.needs_reference and a.kl_refresh else None  # a step donates them
+    reference = reference_of(config, params) if a.needs_reference and a.kl_refresh else None
     return TrainState(params, state.opt_state, state.step, value, memory, reference)
 
 
@@ -286,7 +292,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
         taken.append(m)
     reference = state.reference
     if reference is not None and int(policy.step) % a.kl_refresh < len(taken):  # these steps passed a multiple of it
-        reference = jax.tree.map(jnp.copy, policy.params)
+        reference = reference_of(config, policy.params)
     return replace(policy, critic=state.critic, memory=state.memory, reference=reference), _over_steps(taken)
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.moe import MoE
+from jaxrl_llm.models.quantize import Quantized, dequantized, quantize, shared_axes
 from jaxrl_llm.models.shape import ModelConfig as ModelConfig
 from jaxrl_llm.models.shape import RopeScaling as RopeScaling
 from jaxrl_llm.parallel.sharding import constrain
@@ -154,7 +155,8 @@ class Transformer(nnx.Module):
         graph, layers = nnx.split(self.layers)
 
         def block(x: Array, inputs: tuple[Any, Array | None]) -> tuple[Array, Array | None]:
-            x, _, logits = nnx.merge(graph, inputs[0])(x, angles, attend, None, inputs[1])
+            layer = nnx.merge(graph, dequantized(inputs[0], self.config.dtype))  # one layer at a time
+            x, _, logits = layer(x, angles, attend, None, inputs[1])
             return x, logits
 
         by_layer = None if replay is None else jnp.moveaxis(replay, 2, 0)
@@ -162,12 +164,14 @@ class Transformer(nnx.Module):
         return self.norm(x), None if logits is None else jnp.moveaxis(logits, 0, 2)
 
     def embedded(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N D"]:
-        return constrain(self.embed[...][tokens].astype(self.config.dtype), "batch")
+        rows = jax.tree.map(lambda x: x[tokens], self.embed.get_value())  # of a quantized one also its scales
+        return constrain(dequantized(rows, self.config.dtype).astype(self.config.dtype), "batch")
 
     def head_matrix(self) -> Float[Array, "D V"]:
         """The output projection, in the dtype in which its product is taken."""
-        head = self.embed[...].T if self.config.tied_head else self.head[...]
-        return head.astype(jnp.float32 if self.config.fp32_head else self.config.dtype)
+        dtype = _head_dtype(self.config)
+        head = dequantized((self.embed if self.config.tied_head else self.head).get_value(), dtype).astype(dtype)
+        return head.T if self.config.tied_head else head
 
 
 def split(config: ModelConfig) -> nnx.GraphDef:
@@ -178,6 +182,34 @@ def split(config: ModelConfig) -> nnx.GraphDef:
 def init(config: ModelConfig, key: Array) -> dict[str, Any]:
     """Fresh parameters as a plain nested dict of float32 arrays."""
     return nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(key)), nnx.Param))
+
+
+def _head_dtype(config: ModelConfig) -> Any:
+    return jnp.float32 if config.fp32_head else config.dtype
+
+
+def kept(config: ModelConfig, path: Any, axes: tuple[str, ...], x: Array, quantized: str = "") -> Array | Quantized:
+    """A parameter as it is kept where it does not learn: in the dtype that the model computes with it in, or quantized.
+
+    Norms and routers are computed in float32, all else in config.dtype, but the head (and the embedding, which may be
+    the head) in the head's. path, axes: its own in the trees of `init` and `logical_axes`, or without the layers' axis.
+    quantized: int8 or int4, of matrices.
+    """
+    if path[-1].key in ("scale", "router"):
+        return x
+    if quantized and not path[-1].key.endswith("bias"):
+        return quantize(x, shared_axes(axes), quantized)
+    return x.astype(_head_dtype(config) if path[0].key in ("head", "embed") else config.dtype)
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def frozen(config: ModelConfig, params: Any, quantized: str = "") -> Any:
+    """A copy of the parameters as they are `kept`. The model computes with it what it computes with them, bit for bit,
+    unless it is quantized.
+    """
+    one = lambda path, axes, x: kept(config, path, axes, jnp.copy(x), quantized)
+    is_axes = lambda x: isinstance(x, tuple)
+    return jax.tree_util.tree_map_with_path(one, logical_axes(config), params, is_leaf=is_axes)
 
 
 def logical_axes(config: ModelConfig) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import tokenizers
+from jaxrl_llm.learner import learner as learners
 from jaxrl_llm.learner.learner import Learner, build, fresh_state, learn_batch, update, update_critic, with_teacher
 from jaxrl_llm.learner.optim import updates_applied
 from jaxrl_llm.models.transformer import ModelConfig
@@ -164,7 +164,7 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
                 base = config.init(config.model, learner.mesh)  # else all of it is in the checkpoint
             state, at = fresh_state(learner, base), Position()
             if a.needs_reference and state.reference is None:
-                learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
+                learner = replace(learner, ref_params=learners.reference_of(config, state.params))
             if resume and (found := checkpoints.restore(state, print)):
                 state, at = found.state, Position.from_json(found.step, found.host)
                 expected = f"at least {at.step}, the steps that the run has behind it"

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import transformer
+from jaxrl_llm.models.quantize import Quantized
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.sampler.quantize import Quantized, quantize
 
 QUANTIZED = ("int8", "int4")
 
@@ -29,15 +28,6 @@ class SamplerWeights:
         return sum(x.nbytes for x in jax.tree.leaves(self.params))
 
 
-def _shared(axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Axes of a matrix along which quantized numbers share a scale: those summed over; of the embedding its width."""
-    if axes[0] == "embed":
-        return (0,)
-    if axes[0] == "expert":
-        return (1,)
-    return (len(axes) - 1,) if axes[0] == "vocab" else tuple(range(len(axes) - 1))
-
-
 @partial(jax.jit, static_argnums=(0, 2, 3))
 def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None, quantized: str) -> Any:
     """Cast to the compute dtype, or quantize, and cut the stacked layers apart.
@@ -45,7 +35,6 @@ def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None, qu
     Decoding runs its layers one after the other, each with a cache of its own: a scan over stacked caches would copy
     all of them for every token. Weights are whole along `fsdp`, or each token would gather them again.
     """
-    head_dtype = jnp.float32 if config.fp32_head else config.dtype
     is_axes = lambda x: isinstance(x, tuple)
     axes = transformer.logical_axes(config)
     axes["layers"] = [jax.tree.map(lambda a: a[1:], axes["layers"], is_leaf=is_axes)] * config.layers
@@ -55,13 +44,11 @@ def _unstack(config: transformer.ModelConfig, params: Any, mesh: Mesh | None, qu
     pin = lambda x, spec: x if mesh is None else jax.lax.with_sharding_constraint(x, sharded(spec))
 
     def one(path: Any, names: tuple[str, ...], x: jax.Array) -> Any:
-        spec, shared = whole(names), _shared(names)
-        if path[-1].key in ("scale", "router"):  # norms and routers are computed in float32, in the learner too
-            return pin(x, spec)
-        if quantized and not path[-1].key.endswith("bias"):
-            q = quantize(x, shared, quantized)
-            return Quantized(pin(q.x, spec), pin(q.scale, [None if i in shared else m for i, m in enumerate(spec)]))
-        return pin(x.astype(head_dtype if path[0].key in ("head", "embed") else config.dtype), spec)
+        spec, x = whole(names), transformer.kept(config, path, names, x, quantized)
+        if isinstance(x, Quantized):
+            split = [None if size == 1 else m for size, m in zip(x.scale.shape, spec, strict=True)]
+            return Quantized(pin(x.x, spec), pin(x.scale, split))
+        return pin(x, spec)
 
     return jax.tree_util.tree_map_with_path(one, axes, params, is_leaf=is_axes)
 
