@@ -8,7 +8,8 @@ what it takes beside that, with the gradients. The second table is of the refere
 float32 throughout, but what is kept in bfloat16 as such: XLA computes bfloat16 on a CPU in float32 copies, so that the
 same step in bfloat16 has 5 % more temporaries here, where an accelerator's activations are half as large.
 
-With --run a third table: how far the log-probs of a run's policy move when it is kept in few bits, on its own answers.
+With --run a third table: how far the log-probs of a primed run's base policy move when it is kept in few bits, on its
+own answers, in a learner that computes in float32.
 
 Command: python experiments/benchmarks/levers.py [--model qwen2.5-0.5b] [--run DIR]      (pins itself to one core)
 """
@@ -25,6 +26,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import tyro  # noqa: E402
 
+from jaxrl_llm import config as configs  # noqa: E402
 from jaxrl_llm.learner import batching, learner, train_step  # noqa: E402
 from jaxrl_llm.learner.optim import make_optimizer  # noqa: E402
 from jaxrl_llm.learner.packing import Division  # noqa: E402
@@ -34,7 +36,8 @@ from jaxrl_llm.models.transformer import ModelConfig  # noqa: E402
 from jaxrl_llm.objective import losses  # noqa: E402
 from jaxrl_llm.objective.algorithms import ALGORITHMS  # noqa: E402
 from jaxrl_llm.run import evals, trainer  # noqa: E402
-from jaxrl_llm.types import LENGTH, Batch, Optimizer, Prompt, Rollouts  # noqa: E402
+from jaxrl_llm.run.checkpoint import Checkpoints  # noqa: E402
+from jaxrl_llm.types import LENGTH, Batch, Optimizer, Prompt, Rollouts, TrainState  # noqa: E402
 
 MIB = 2**20
 # Of the compiler's back end, which works when buffers are assigned: the figures are the same in a third of the time
@@ -108,24 +111,25 @@ def reference(work: Work, kept: str | None) -> tuple[float, float]:
 
 
 def moved(run: Path, problems: int = 256) -> None:
-    """Print how far the log-probs of a run's newest policy move when it is kept in few bits, and the KL that is."""
-    made, params, engine = loaded(run)
-    longest, seed = made.config.rollout.max_prompt_tokens, made.config.seed
-    _, drawn, _ = evals.evaluate(engine, made.task, problems=problems, samples=1, seed=seed, max_prompt_tokens=longest)
-    mask, model = np.arange(drawn.tokens.shape[1]) < drawn.lengths[:, None], made.config.model
-    exact = learner.learner_logprobs(made, params, drawn)
-    print(f"{run}: {mask.sum():,} tokens; kept as | mean |Δ log-prob|, nats | KL(policy ‖ kept), nats a token")
-    for name, dtype, quantized in (("bfloat16", "bfloat16", ""), ("int8", model.dtype, "int8")):
-        kept = transformer.frozen(replace(model, dtype=dtype, fp32_head=dtype != "bfloat16"), params, quantized)
-        logp = learner.learner_logprobs(made, kept, drawn)
-        print(f"{name:8} {np.abs(logp - exact)[mask].mean():.6f} {losses.kl(exact, logp, mask, 'k3')[mask].mean():.2e}")
-
-
-def loaded(run: Path) -> tuple[learner.Learner, object, object]:
-    """A run's learner, its newest policy, and a sampler with that."""
-    made, state, _ = trainer.load_state(run)
+    """Print how far the log-probs of a run's base policy move when it is kept in few bits, and the KL that this is."""
+    made = learner.build(configs.load(run))
+    config, model = made.config, made.config.model
     with jax.set_mesh(made.mesh):
-        return made, state.params, trainer.make_engine(made, state.params)
+        like, base = learner.fresh_state(made).params, Checkpoints(run / "base" / "checkpoints", read_only=True)
+        params = base.restore(TrainState(like, None, None), print, partial=True).state.params
+        asked = {"seed": config.seed, "max_prompt_tokens": config.rollout.max_prompt_tokens}
+        engine = trainer.make_engine(made, params)
+        drawn = evals.evaluate(engine, made.task, problems=problems, samples=1, **asked)[1]
+    mask, exact = (
+        np.arange(drawn.tokens.shape[1]) < drawn.lengths[:, None],
+        learner.learner_logprobs(made, params, drawn),
+    )
+    print(f"{run}, {mask.sum():,} tokens: mean and most |Δ log-prob| in nats, KL(policy ‖ kept) in nats a token")
+    short = replace(model, dtype="bfloat16", fp32_head=False)
+    for name, kept in (("bfloat16", (short, params)), ("int8", (model, params, "int8"))):
+        logp = learner.learner_logprobs(made, transformer.frozen(*kept), drawn)
+        off, kl = np.abs(logp - exact)[mask], losses.kl(exact, logp, mask, "k3")[mask]
+        print(f"{name:30} {off.mean():11.6f} {off.max():11.4f} {kl.mean():11.7f}")
 
 
 def micro_batches(work: Work) -> Work:
@@ -187,7 +191,7 @@ def main(
         group: answers to each.
         prompt_tokens: of each prompt.
         answer_tokens: of each answer.
-        run: the folder of a run whose policy is to be kept in few bits.
+        run: the folder of a run whose base policy is to be kept in few bits.
     """
     shape = replace(PRESETS[model], dtype="float32", remat="none")
     shape = replace(shape, layers=layers or shape.layers)
