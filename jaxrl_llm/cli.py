@@ -198,12 +198,15 @@ def export(run: File, out: File, step: int | None = None, dtype: Literal["bfloat
         dtype: of the weights.
     """
     use_devices(_load(run))
-    from jaxrl_llm.models import hf
+    from jaxrl_llm.data import tokenizers
+    from jaxrl_llm.models import hf, lora
     from jaxrl_llm.run import trainer
 
     learner, state, step = trainer.load_state(run, step)
-    model = learner.config.model
-    hf.export(state.params, model, learner.tokenizer, out, dtype)
+    params, model = lora.merged(learner.config.model, learner.whole(state.params)), lora.without(learner.config.model)
+    hf.export(params, model, learner.tokenizer, out, dtype)
+    if warning := tokenizers.misread(out, learner.tokenizer):
+        print(warning, file=sys.stderr)
     print(f"{out}: {run} at step {step}, {model.n_params:,} parameters in {dtype}")
 
 

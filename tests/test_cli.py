@@ -240,6 +240,11 @@ def test_sft_makes_the_base_policy_alone_and_train_goes_on_from_it(module, exper
     assert checkpoints(tmp_path / "out" / "base") == [2]
     assert len(asked) == 8
     assert "base policy from" in succeeds("sft", experiment, "--out", tmp_path / "other")  # the cache
+    assert "at step 0" in succeeds("eval", tmp_path / "out", "--problems", "2")
+    saved = tmp_path / "other" / "base" / "checkpoints"
+    (saved / "2").rename(saved / "1")
+    error = fails("eval", tmp_path / "other", "--problems", "2")
+    assert "base policy after 1 of 2 batches'; expected a finished one (jaxrl sft)" in error
     succeeds("train", experiment, "--out", tmp_path / "out")
     assert len(asked) == 8
     assert checkpoints(tmp_path / "out") == [2]

@@ -15,6 +15,7 @@ from jaxrl_llm import config
 from jaxrl_llm.config import Config, Evaluation, Stage
 from jaxrl_llm.config.values import unbound
 from jaxrl_llm.data import templates
+from jaxrl_llm.models import hf
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.run import sft, trainer
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 FILES = {file.stem: file for file in sorted((ROOT / "experiments").glob("*.py"))}
 FILE_OF = {name: name for name in ALGORITHMS} | {"dapo": "laptop_dapo"}
 every_file = pytest.mark.parametrize("name", FILES)
+BEGINS_WITH = {"imported_qwen": "small_qwen"}  # whose policy, exported, is what an experiment starts from
 
 
 def documentation(name: str) -> dict[str, str]:
@@ -45,7 +47,7 @@ def test_a_file_is_a_valid_config_that_can_be_written_down(name):
     assert config.to_json(config.from_json(json.loads(json.dumps(written)))) == written
 
 
-@every_file
+@pytest.mark.parametrize("name", [n for n in FILES if n not in BEGINS_WITH])
 def test_prompts_and_worked_answers_fit(name):
     loaded = config.load(FILES[name])
     task, encode = templates.applied(loaded.task(), loaded.algorithm.prompts.template), loaded.tokenizer().encode
@@ -89,6 +91,9 @@ def small(loaded: Config) -> Config:
 
     Problems are so short that all batches have one shape: what takes the time is compiling.
     """
+    if loaded.prime is not None:
+        guesses = replace(loaded.prime, stages=(Stage(80, {"no_reasoning": 1.0}),), traces_per_batch=32)
+        loaded = replace(loaded, prime=guesses)
     for task in ("task", "task.task", "prime.task"):
         with contextlib.suppress(ValueError):
             loaded = config.override(loaded, f"{task}.terms=(3, 6)")
@@ -99,7 +104,6 @@ def small(loaded: Config) -> Config:
         loaded,
         algorithm=a,
         model=replace(loaded.model, layers=1),
-        prime=replace(loaded.prime, stages=(Stage(80, {"no_reasoning": 1.0}),), traces_per_batch=32),
         optimizer=replace(loaded.optimizer, warmup=0),
         rollout=replace(loaded.rollout, prompts=8, group_size=4, max_response_tokens=32, tokens_per_call=8),
         evaluation=Evaluation(0, 8),
@@ -134,6 +138,22 @@ def teacher(bases, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def exported(bases, tmp_path_factory):
+    """Checkpoints of others' format: (name of an experiment) → the folder of its base policy."""
+
+    def of(name):
+        run, folder = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("exported") / name
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("JAXRL_CACHE", str(bases))
+            trainer.prime_only(small(config.load(FILES[name])), run)
+        learner, state, _ = trainer.load_state(run)
+        hf.export(state.params, learner.config.model, learner.tokenizer, folder, "float32")
+        return folder
+
+    return of
+
+
 @pytest.mark.slow
 @every_file
 def test_three_steps_move_the_policy(name, bases, tmp_path, monkeypatch, request):
@@ -141,6 +161,9 @@ def test_three_steps_move_the_policy(name, bases, tmp_path, monkeypatch, request
     loaded = config.load(FILES[name])
     if loaded.teacher is not None:
         loaded = config.override(loaded, f"teacher.folder={request.getfixturevalue('teacher')}")
+    if name in BEGINS_WITH:
+        source = request.getfixturevalue("exported")(BEGINS_WITH[name])
+        loaded = config.override(loaded, f"init.source={source}", f"tokenizer.folder={source}")
     shrunk = config.validate(small(loaded))
     trainer.train(shrunk, tmp_path, source=FILES[name])
 
@@ -157,7 +180,11 @@ def test_three_steps_move_the_policy(name, bases, tmp_path, monkeypatch, request
     learner, engine, done = trainer.load_policy(tmp_path)
     assert done == shrunk.total_steps
     with jax.set_mesh(learner.mesh):
-        begun = trainer.make_engine(learner, sft.prime(shrunk, tmp_path / "base", learner.mesh, lambda: 0))
+        if shrunk.prime is None:
+            base = shrunk.init(shrunk.model, learner.mesh)
+        else:
+            base = sft.prime(shrunk, tmp_path / "base", learner.mesh, lambda: 0)
+        begun = trainer.make_engine(learner, base)
     distance = lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max())
     moved = jax.tree.map(distance, engine.weights.params, begun.weights.params)
     assert 0 < max(jax.tree.leaves(moved)) < 0.1

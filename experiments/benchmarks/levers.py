@@ -30,9 +30,9 @@ from jaxrl_llm import config as configs  # noqa: E402
 from jaxrl_llm.learner import batching, learner, train_step  # noqa: E402
 from jaxrl_llm.learner.optim import make_optimizer  # noqa: E402
 from jaxrl_llm.learner.packing import Division  # noqa: E402
-from jaxrl_llm.models import transformer  # noqa: E402
+from jaxrl_llm.models import lora, transformer  # noqa: E402
 from jaxrl_llm.models.presets import PRESETS  # noqa: E402
-from jaxrl_llm.models.transformer import ModelConfig  # noqa: E402
+from jaxrl_llm.models.transformer import LoRA, ModelConfig  # noqa: E402
 from jaxrl_llm.objective import losses  # noqa: E402
 from jaxrl_llm.objective.algorithms import ALGORITHMS  # noqa: E402
 from jaxrl_llm.run import evals, trainer  # noqa: E402
@@ -91,10 +91,11 @@ def parameters(model: ModelConfig) -> object:
 
 def update(work: Work) -> tuple[float, float]:
     """MiB that a train step holds, and of its temporaries."""
-    tx = make_optimizer(work.optimizer, 100)
-    state = jax.eval_shape(lambda params: train_step.first_state(tx, params), parameters(work.model))
+    tx, params = make_optimizer(work.optimizer, 100), parameters(work.model)
+    base = parameters(lora.without(work.model)) if work.model.lora else None
+    state = jax.eval_shape(lambda p: train_step.first_state(tx, p), lora.trained(work.model, params))
     step = train_step.make_train_step(work.model, GRPO, tx, 1.0, work.chunk)
-    account = step.lower(state, batch_of(work)).compile(compiler_options=QUICK).memory_analysis()
+    account = step.lower(state, batch_of(work), frozen=base).compile(compiler_options=QUICK).memory_analysis()
     return account.argument_size_in_bytes / MIB, account.temp_size_in_bytes / MIB
 
 
@@ -104,7 +105,7 @@ def reference(work: Work, kept: str | None) -> tuple[float, float]:
     """
     model, params = replace(work.model, dtype="bfloat16"), parameters(work.model)
     if kept is not None:
-        params = jax.eval_shape(lambda p: transformer.frozen(model, p, kept), params)
+        params = jax.eval_shape(lambda p: lora.frozen(model, p, kept), params)
     logprobs = jax.jit(train_step.make_logprobs(model, 1.0, work.chunk))
     account = logprobs.lower(params, batch_of(work)).compile(compiler_options=QUICK).memory_analysis()
     return size(params), account.temp_size_in_bytes / MIB
@@ -127,7 +128,7 @@ def moved(run: Path, problems: int = 256) -> None:
     print(f"{run}, {mask.sum():,} tokens: mean and most |Δ log-prob| in nats, KL(policy ‖ kept) in nats a token")
     short = replace(model, dtype="bfloat16", fp32_head=False)
     for name, kept in (("bfloat16", (short, params)), ("int8", (model, params, "int8"))):
-        logp = learner.learner_logprobs(made, transformer.frozen(*kept), drawn)
+        logp = learner.learner_logprobs(made, lora.frozen(*kept), drawn)
         off, kl = np.abs(logp - exact)[mask], losses.kl(exact, logp, mask, "k3")[mask]
         print(f"{name:30} {off.mean():11.6f} {off.max():11.4f} {kl.mean():11.7f}")
 
@@ -166,6 +167,11 @@ def adafactor(work: Work) -> Work:
     return replace(work, optimizer=Optimizer(kind="adafactor"))
 
 
+def adapters(work: Work) -> Work:
+    """AdamW again, of thin matrices beside the frozen ones, which are held in float32 here."""
+    return replace(work, optimizer=Optimizer(), model=replace(work.model, lora=LoRA()))
+
+
 LEVERS = {
     "none": lambda work: work,
     "micro_batches = prompts": micro_batches,
@@ -175,6 +181,7 @@ LEVERS = {
     "logprob_chunk = 256": logprob_chunk,
     'moments_dtype = "bfloat16"': bfloat16_moments,
     'kind = "adafactor"': adafactor,
+    "AdamW, model.lora, rank 16": adapters,
 }
 
 
@@ -202,6 +209,7 @@ def main(
         work = pulled(work)
         held, temporary = update(work)
         print(f"{name:30} {held:9,.1f} {temporary:11,.1f} {held + temporary:11,.1f}", flush=True)
+    work = replace(work, model=lora.without(work.model))
     print(f"{'reference policy':30} {'held':>9} {'temporary':>11} {'together':>11}")
     for name, kept in (
         ("as the policy's", None),

@@ -5,6 +5,8 @@ answers × 64 tokens of fixed length; one AdamW update; float32, no KL. A step i
 reward, advantages, update, weights back to the sampler.
 
 Command: python experiments/benchmarks/rl_step.py [--prompt-len 32] [--steps 8]      (pins itself to one core)
+
+With --ragged: the update alone, of 64 answers whose lengths are log-uniform from 16 to 256, packed against grouped.
 """
 
 import os
@@ -23,18 +25,21 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import tyro  # noqa: E402
 
-from jaxrl_llm.config import Config, Rollout  # noqa: E402
+from jaxrl_llm.config import Config, Learning, Rollout  # noqa: E402
 from jaxrl_llm.data import tokenizers  # noqa: E402
+from jaxrl_llm.learner.learner import learn_batch, update  # noqa: E402
 from jaxrl_llm.learner.train_step import init_state  # noqa: E402
 from jaxrl_llm.models.transformer import ModelConfig  # noqa: E402
 from jaxrl_llm.objective.algorithms import ALGORITHMS  # noqa: E402
 from jaxrl_llm.run import modes, trainer  # noqa: E402
-from jaxrl_llm.types import Optimizer, Prompt, Reward, Task  # noqa: E402
+from jaxrl_llm.sampler.groups import ScoredBatch  # noqa: E402
+from jaxrl_llm.types import LENGTH, Optimizer, Prompt, Reward, Rollouts, Task  # noqa: E402
 
 MODEL = ModelConfig(
     vocab_size=512, layers=4, width=256, heads=4, kv_heads=2, head_width=64, mlp_width=1024, tied_head=False
 )
 PROMPTS, GROUP, NEW_TOKENS = 8, 8, 64
+SHORTEST, LONGEST = 16, 256  # of ragged answers
 LETTERS = "".join(chr(0x4E00 + i) for i in range(MODEL.vocab_size - 2))  # a token each, after <pad> and <eos>
 
 
@@ -86,13 +91,61 @@ def matmul_rate() -> float:
     return 2 * 1024**3 / best
 
 
-def main(prompt_len: int = 32, steps: int = 8, micro_batches: int = 4) -> None:
+def ragged_answers(prompt_len: int, seed: int) -> ScoredBatch:
+    """Random answers of log-uniform lengths."""
+    rng, n = np.random.default_rng(seed), PROMPTS * GROUP
+    lengths = np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), n)).astype(np.int32)
+    rollouts = Rollouts(
+        prompts=tuple(random_prompts(prompt_len).train[:PROMPTS]),
+        prompt_tokens=rng.integers(2, MODEL.vocab_size, (PROMPTS, prompt_len), np.int32),
+        prompt_lengths=np.full(PROMPTS, prompt_len, np.int32),
+        tokens=rng.integers(2, MODEL.vocab_size, (n, LONGEST), np.int32),
+        sampler_logp=np.full((n, LONGEST), -np.log(MODEL.vocab_size), np.float32),
+        lengths=lengths,
+        finish=np.full(n, LENGTH),
+        texts=("",) * n,
+        draws=np.arange(PROMPTS),
+    )
+    rewards = tuple(Reward(float(v), bool(v)) for v in rng.integers(0, 2, n))
+    values, kept = np.array([r.value for r in rewards], np.float32), np.ones(PROMPTS, bool)
+    return ScoredBatch(rollouts, rewards, values, kept, rollouts, rewards, kept)
+
+
+def ragged_update(config: Config, steps: int) -> None:
+    """Print how long the update of ragged answers takes in each layout, the layouts in turn."""
+    config = replace(config, rollout=replace(config.rollout, max_response_tokens=LONGEST))
+    of_layout = lambda name: trainer.build(replace(config, learner=Learning(layout=name)))
+    learners = {name: of_layout(name) for name in ("packed", "grouped")}
+    seconds, efficiency = ({name: [] for name in learners} for _ in range(2))
+    batches = [ragged_answers(config.rollout.max_prompt_tokens, seed) for seed in range(steps)]
+    for measured in (False, True):  # the first time round each shape is compiled
+        for scored in batches:
+            for name, learner in learners.items():
+                with jax.set_mesh(learner.mesh):
+                    state = init_state(MODEL, learner.tx, 0, learner.mesh)
+                    start = time.perf_counter()
+                    batch, state, packed = learn_batch(learner, state, scored)
+                    update(learner, state, batch)
+                if measured:
+                    seconds[name].append(time.perf_counter() - start)
+                    efficiency[name].append(packed["packing/efficiency"])
+    tokens = np.mean([b.rollouts.lengths.sum() for b in batches])
+    print(f"prompt {config.rollout.max_prompt_tokens}, answers {SHORTEST} to {LONGEST}, {tokens:.0f} tokens a batch")
+    print(f"{'update':8} {'median s':>9} {'least s':>9} {'efficiency':>10}")
+    for name, taken in seconds.items():
+        print(f"{name:8} {np.median(taken):9.3f} {min(taken):9.3f} {np.mean(efficiency[name]):10.0%}")
+    ratios = np.array(seconds["packed"]) / np.array(seconds["grouped"])
+    print(f"packed / grouped, median of {steps} pairs: {np.median(ratios):.2f}")
+
+
+def main(prompt_len: int = 32, steps: int = 8, micro_batches: int = 4, ragged: bool = False) -> None:
     """Print the table.
 
     Args:
         prompt_len: tokens per prompt.
         steps: timed steps, after two that compile.
         micro_batches: pieces that an update is computed in.
+        ragged: the update of answers of many lengths, packed against grouped.
     """
     config = Config(
         task=partial(random_prompts, prompt_len),
@@ -104,6 +157,8 @@ def main(prompt_len: int = 32, steps: int = 8, micro_batches: int = 4) -> None:
         micro_batches=micro_batches,
         steps=steps,
     )
+    if ragged:
+        return ragged_update(config, steps)
     learner = trainer.build(config)
     rate, taken = matmul_rate(), []
     with jax.set_mesh(learner.mesh):

@@ -17,7 +17,7 @@ from jaxrl_llm.config.tree import Checkpoint, Config, Evaluation, Learning, Mesh
 from jaxrl_llm.config.values import coerce, hints, is_function, unbound
 from jaxrl_llm.data import curation
 from jaxrl_llm.data.tokenizers import Tokenizer
-from jaxrl_llm.models.shape import ModelConfig, RopeScaling
+from jaxrl_llm.models.shape import LoRA, ModelConfig, RopeScaling
 from jaxrl_llm.objective.algorithms import Algorithm, Critic, PromptChoice, Shaping, Updates, call, wants
 from jaxrl_llm.types import EOS, Optimizer, Prompt, Task, expect
 
@@ -29,7 +29,7 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
         Evaluation: "problems samples", Checkpoint: "every keep", Algorithm: "updates_per_batch",
         ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width max_positions experts_per_token "
         "expert_width",
-        Critic: "updates mini_batches", Learning: "logprob_chunk",
+        Critic: "updates mini_batches", Learning: "logprob_chunk", LoRA: "rank",
     }),
     ("at least 0", lambda x: x >= 0, {
         Config: "logged_samples abort_after seed", Rollout: "slots budget max_staleness top_k", Evaluation: "every",
@@ -38,6 +38,7 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
     }),
     ("a positive number", lambda x: x > 0, {
         Rollout: "temperature", Critic: "clip", Optimizer: "eps clip_norm", ModelConfig: "rope_theta norm_eps",
+        LoRA: "alpha",
         RopeScaling: "factor low_freq_factor high_freq_factor original_max_position",
     }),
     ("a number in (0, 1]", lambda x: 0 < x <= 1, {Rollout: "top_p", PromptChoice: "retire_above"}),
@@ -62,8 +63,11 @@ def validate(config: Config) -> Config:
     expect(most == 0 or most >= longest, "learner.row_tokens", most, expected)
     expected = f"at most rollout.prompts = {r.prompts}: a mini-batch is of whole prompts"
     expect(a.updates_per_batch <= r.prompts, "algorithm.updates_per_batch", a.updates_per_batch, expected)
-    kept, expected = config.learner.reference_dtype, "'': the algorithm has no reference policy"
-    expect(a.needs_reference or not kept, "learner.reference_dtype", kept, expected)
+    kept, expected = (
+        config.learner.reference_dtype,
+        "'' with LoRA, whose base is the reference, or without a KL penalty",
+    )
+    expect(not kept or (a.needs_reference and config.model.lora is None), "learner.reference_dtype", kept, expected)
     _validate_sampler(r, ways)
     _validate_algorithm(a, r)
     _validate_model(config.model)
@@ -105,6 +109,10 @@ def _validate_model(m: ModelConfig) -> None:
         expect(low < high, "model.rope_scaling.low_freq_factor", low, f"less than high_freq_factor = {high}")
     k, expected = m.experts_per_token, f"at most model.experts = {m.experts}"
     expect(not m.experts or k <= m.experts, "model.experts_per_token", k, expected)
+    if m.lora is not None:
+        known, targets = LoRA.targets[:4] if m.experts else LoRA.targets, m.lora.targets
+        sound = targets and len(set(targets)) == len(targets) and set(targets) <= set(known)
+        expect(sound, "model.lora.targets", targets, f"different ones of {', '.join(known)}, which the model has")
 
 
 def _validate_replay(config: Config) -> None:

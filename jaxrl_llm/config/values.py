@@ -167,6 +167,9 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     elif origin in (dict, Mapping):
         if isinstance(value, Mapping):
             return {k: coerce(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    elif is_dataclass(hint) and isinstance(value, Mapping):
+        if all(p.default is not p.empty for p in inspect.signature(hint).parameters.values()):
+            return _changed(hint(), {k: {VALUE: v} for k, v in value.items()}, f"{where}.")
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         expect(math.isfinite(value), where, value, "a finite number")
         return float(value)

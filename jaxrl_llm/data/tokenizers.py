@@ -1,10 +1,10 @@
-"""Tokenizers in Hugging Face format: any `transformers` one, and a character-level one of the project's own."""
+"""Tokenizers in Hugging Face format: any `transformers` one, and two of the project's own: characters, byte pairs."""
 
 import json
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -100,21 +100,52 @@ def characters(alphabet: str = ALPHABET) -> Tokenizer:
     return from_hf(PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS))
 
 
+def byte_pairs(texts: Callable[[], Iterable[str]], size: int = 512) -> Tokenizer:
+    """At most `size` tokens of byte-level BPE (1508.07909), learnt from texts(), which are cut as Qwen2 cuts them.
+
+    <|endoftext|> ends an answer. Raises ValueError for a size without room for every byte.
+    """
+    from transformers import Qwen2Tokenizer
+
+    expect(size >= 257, "size", size, "at least 257: the bytes and <|endoftext|>")
+    return from_hf(Qwen2Tokenizer().train_new_from_iterator(texts(), size, show_progress=False))
+
+
 def load(folder: Path | str) -> Tokenizer:
     """A tokenizer in Hugging Face format; its eos_ids are those of generation_config.json, if there is one.
 
     folder: or OWNER/NAME of the hub. Raises ValueError that names the folder when there is none or it lacks an EOS.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = hub.local(folder, FILES)
     file = folder / GENERATION
+    # tokenizer.json says all there is; AutoTokenizer may give its parts to a class that cuts text in another way
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         eos_ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        return from_hf(AutoTokenizer.from_pretrained(folder), eos_ids)
+        return from_hf(kind.from_pretrained(folder), eos_ids)
     except Exception as error:  # of transformers: OSError, KeyError, its own
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder}: {why}; expected the files of a tokenizer that has an EOS token") from error
+
+
+def misread(folder: Path, tokenizer: Tokenizer) -> str:
+    """How `AutoTokenizer` reads the tokenizer of a checkpoint otherwise than it is; "" if it does not.
+
+    It goes by the model's family: in a qwen2 it finds Qwen's way of cutting text, whatever tokenizer.json says.
+    """
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.decode([i for i in range(min(tokenizer.size, 10_000)) if i not in tokenizer.hf.all_special_ids])
+    try:
+        same = found.get_vocab() == tokenizer.hf.get_vocab()
+        same = same and found.encode(text, add_special_tokens=False) == tokenizer.encode(text)
+    except Exception:  # of the tokenizers library
+        same = False
+    expected = "load it with transformers.PreTrainedTokenizerFast"
+    return "" if same else f"{folder}: AutoTokenizer takes its tokenizer for a {type(found).__name__}; {expected}"
 
 
 def from_hf(hf: Any, eos_ids: int | Sequence[int] | None = None) -> Tokenizer:

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from optax import GradientTransformation
 
 from jaxrl_llm.learner import train_step
-from jaxrl_llm.models import transformer
+from jaxrl_llm.models import lora, transformer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import losses
 from jaxrl_llm.objective.algorithms import Critic
@@ -27,7 +27,7 @@ from jaxrl_llm.types import Batch, ModelInput, TrainState
 class ValueFunction:
     """A critic's compiled functions."""
 
-    init: Callable  # policy's parameters → TrainState
+    init: Callable  # policy's trained parameters → TrainState
     values: Callable  # (critic's parameters, policy's parameters, batch) → V [B,T]
     step: Callable  # (critic's TrainState, policy's parameters, batch with returns and weights) → (TrainState, metrics)
 
@@ -37,7 +37,7 @@ def make(critic: Critic, config: ModelConfig, tx: GradientTransformation, mesh: 
 
     V_t = w·h_t + b, where h_t is the hidden state that predicts token t: of a second decoder, at first a copy of the
     policy's (`network`), or of the policy, which gets no gradient from the critic (`head`). At first w is normal with
-    `head_std` and b is 0.
+    `head_std` and b is 0. With LoRA the second decoder is the policy's base with adapters of its own.
     """
     config = replace(config, tied_head=True)  # the critic predicts no tokens, so it needs no output projection
 
@@ -53,11 +53,12 @@ def make(critic: Critic, config: ModelConfig, tx: GradientTransformation, mesh: 
         replicated = NamedSharding(mesh, PartitionSpec())
         params = {"value": {"w": replicated, "b": replicated}}
         if critic.kind == "network":
-            params["trunk"] = sharding.shardings(transformer.logical_axes(config), shapes["trunk"], mesh)
+            axes = lora.trained(config, transformer.logical_axes(config))
+            params["trunk"] = sharding.shardings(axes, shapes["trunk"], mesh)
         return jax.jit(initial, out_shardings=train_step.train_state_shardings(tx, shapes, params, mesh))(policy)
 
     def predict(params: Any, policy: Any, rows: ModelInput) -> Array:
-        trunk = params["trunk"] if critic.kind == "network" else stop_gradient(policy)
+        trunk = lora.joined(stop_gradient(policy), params.get("trunk", {}))
         hidden = train_step.response_hidden(config, {k: v for k, v in trunk.items() if k != "head"}, rows)[0]
         w, b = params["value"]["w"], params["value"]["b"]
         value = jnp.einsum("snd,d->sn", hidden.astype(jnp.float32), w, precision="highest") + b

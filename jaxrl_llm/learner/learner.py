@@ -25,7 +25,8 @@ from jaxrl_llm.learner import batching, critic
 from jaxrl_llm.learner.optim import make_optimizer, reset_moments, schedule
 from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.learner.train_step import Teacher, init_state, make_logprobs, make_train_step
-from jaxrl_llm.models import attention, transformer
+from jaxrl_llm.models import attention, lora
+from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants
 from jaxrl_llm.parallel import sharding
@@ -52,9 +53,14 @@ class Learner:
     choose_tokens: Callable
     learning_rate: optax.Schedule
     critic: critic.ValueFunction | None = None
+    base: Any = None  # with LoRA the frozen parameters, which no train state has
     ref_params: Any = None  # the reference policy's; None without one, or where it is the state's (kl_refresh)
     teacher: Teacher | None = None
     teacher_logprobs: Callable | None = None
+
+    def whole(self, params: Any) -> Any:
+        """The model's parameters, of which `params` are those that are trained: with LoRA its adapters."""
+        return lora.joined(self.base, params)
 
 
 def build(config: Config) -> Learner:
@@ -88,23 +94,25 @@ def with_teacher(learner: Learner) -> Learner:
     expected = f"the run's {len(own)} tokens, of which {len(own.items() & known.items())} are the same"
     expect(known == own, "teacher()'s tokenizer", f"{len(known)} tokens", expected)
     logprobs = make_logprobs(model, learner.config.rollout.temperature, learner.config.learner.logprob_chunk)
-    params = transformer.frozen(model, load(learner.mesh))
+    params = lora.frozen(model, load(learner.mesh))
     return replace(learner, teacher=Teacher(model, params), teacher_logprobs=logprobs)
 
 
-def reference_of(config: Config, params: Any) -> Any:
-    """The parameters that a reference policy keeps of a policy: a copy, as steps donate the policy's own."""
-    return transformer.frozen(config.model, params, config.learner.reference_dtype)
+@partial(jax.jit, static_argnums=(0, 2))
+def reference_of(model: ModelConfig, params: Any, quantized: str = "") -> Any:
+    """What a reference policy keeps of the parameters, see `lora.frozen`: a copy, as steps donate the policy's own."""
+    return lora.frozen(model, jax.tree.map(jnp.copy, params), quantized)
 
 
 def fresh_state(learner: Learner, base: Any = None) -> TrainState:
-    """The state at step 0: random parameters, or those of a base policy; critic, memory and reference where used."""
+    """The state at step 0: random parameters (LoRA: always) or a base policy's; critic, memory, reference if used."""
     config, a = learner.config, learner.config.algorithm
-    state = init_state(config.model, learner.tx, config.seed, learner.mesh, base)
+    state = init_state(config.model, learner.tx, config.seed, learner.mesh, None if config.model.lora else base)
     params = state.params
     value = None if learner.critic is None else learner.critic.init(params)
     memory = None if a.memory is None else call(a.memory, {"n_prompts": len(learner.task.train)})
-    reference = reference_of(config, params) if a.needs_reference and a.kl_refresh else None
+    kept = config.model, params, config.learner.reference_dtype
+    reference = reference_of(*kept) if a.needs_reference and a.kl_refresh else None
     return TrainState(params, state.opt_state, state.step, value, memory, reference)
 
 
@@ -204,18 +212,19 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
         batch = replace(batch, correct=batching.placed(correct, mesh))
     if a.needs_reference:
         reference = learner.ref_params if state.reference is None else state.reference
-        batch = replace(batch, ref_logp=learner.logprobs(reference, batch)[0])
+        batch = replace(batch, ref_logp=learner.logprobs(learner.whole(reference), batch)[0])
     if wants(a.token_advantage, "teacher_logp"):
         batch = replace(batch, teacher_logp=learner.teacher_logprobs(learner.teacher.params, batch)[0])
-    batch, own_logp = _with_routing(learner, state, batch)
+    policy = learner.whole(state.params)
+    batch, own_logp = _with_routing(learner, policy, batch)
     if a.bypass:
         batch = replace(batch, old_logp=batch.sampler_logp)
     elif scored.old_logp is not None:
         batch = replace(batch, old_logp=batching.placed(filled_up(scored.old_logp), mesh))
     elif a.needs_old:
-        batch = replace(batch, old_logp=learner.logprobs(state.params, batch)[0] if own_logp is None else own_logp)
+        batch = replace(batch, old_logp=learner.logprobs(policy, batch)[0] if own_logp is None else own_logp)
     if learner.critic is not None:
-        batch = replace(batch, values=learner.critic.values(state.critic.params, state.params, batch))
+        batch = replace(batch, values=learner.critic.values(state.critic.params, policy, batch))
     indices = np.zeros(len(answers.prompts), np.int64) if answers.indices is None else answers.indices
     of_groups = {"kept": scored.kept, "prompt_ids": indices, "parts": reward_parts(a, scored)}
     batch, memory = learner.assign_advantages(batch, scored.shaped, answers.lengths, of_groups, state.memory)
@@ -230,7 +239,7 @@ def division(config: Config, mesh: Mesh) -> Division:
 
 
 def learner_logprobs(learner: Learner, params: Any, answers: Rollouts) -> Float[np.ndarray, "B T"]:
-    """The learner's log-probs of answers' tokens, about as many answers at a time as a training batch has."""
+    """The learner's log-probs of answers' tokens, about as many answers at a time as a batch has. params: the whole."""
     r, cut = learner.config.rollout, division(learner.config, learner.mesh)
     parts = cut.micro_batches * -(-len(answers.texts) // (r.prompts * r.group_size))
     cut = replace(cut, mini_batches=1, micro_batches=parts)
@@ -240,7 +249,7 @@ def learner_logprobs(learner: Learner, params: Any, answers: Rollouts) -> Float[
     return logp[: len(answers.texts), : answers.tokens.shape[1]]
 
 
-def _with_routing(learner: Learner, state: TrainState, batch: Batch) -> tuple[Batch, Array | None]:
+def _with_routing(learner: Learner, policy: Any, batch: Batch) -> tuple[Batch, Array | None]:
     """Of a mixture of experts: the batch with the choice of the learner's routers and the one that is replayed, and the
     learner's log-probs from the same pass. They are not taken, None, where nothing could differ or nobody asks.
     """
@@ -252,7 +261,7 @@ def _with_routing(learner: Learner, state: TrainState, batch: Batch) -> tuple[Ba
         batch = replace(batch, routing=recorded)
     if not learner.config.model.experts or a.steps_per_batch == 1 or not asked:
         return batch, None
-    logp, _, experts, router_logp = learner.logprobs(state.params, batch, record=True)
+    logp, _, experts, router_logp = learner.logprobs(policy, batch, record=True)
     replay = experts if a.updates.routing_replay == "R2" else recorded.replay
     return replace(batch, routing=Routing(recorded.sampler, experts, router_logp, replay)), logp
 
@@ -280,19 +289,19 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
     of_mini = {"norm": a.norm, "max_len": max_len, "nll": a.nll_coef != 0, "phase_weights": a.updates.phase_weights}
     opt_state = reset_moments(state.opt_state) if a.optimizer_reset else state.opt_state
     policy = TrainState(state.params, opt_state, state.step)
-    step = partial(learner.train_step, teacher=learner.teacher) if a.distill_coef else learner.train_step
+    step = partial(learner.train_step, teacher=learner.teacher if a.distill_coef else None, frozen=learner.base)
     minis, taken, tokens = batching.mini_batches(batch, batch.rows), [], None
     for phase, mini in list(product(range(a.phase_count), minis)) * a.updates.epochs:
         if a.updates.select is not None or a.updates.token_filter is not None:
             key = jax.random.fold_in(jax.random.key(config.seed), policy.step)
-            mini = learner.choose_tokens(mini, *learner.logprobs(policy.params, mini), key)
+            mini = learner.choose_tokens(mini, *learner.logprobs(learner.whole(policy.params), mini), key)
         if a.updates.phases is not None:
             tokens = call(a.updates.phases, {"old_logp": mini.old_logp, "mask": mini.mask})[phase]
         policy, m = step(policy, _with_weights(mini, phase=tokens, **of_mini))
         taken.append(m)
     reference = state.reference
     if reference is not None and int(policy.step) % a.kl_refresh < len(taken):  # these steps passed a multiple of it
-        reference = reference_of(config, policy.params)
+        reference = reference_of(config.model, policy.params, config.learner.reference_dtype)
     return replace(policy, critic=state.critic, memory=state.memory, reference=reference), _over_steps(taken)
 
 
@@ -302,7 +311,7 @@ def update_critic(learner: Learner, state: TrainState, batch: Batch) -> tuple[Tr
     minis, taken = batching.mini_batches(replace(batch, routing=None), batch.critic_rows), []
     minis = [_with_weights(m, norm="token", max_len=None) for m in minis]
     for i in range(c.updates):
-        value, m = learner.critic.step(value, state.params, minis[i % len(minis)])
+        value, m = learner.critic.step(value, learner.whole(state.params), minis[i % len(minis)])
         taken.append(m)
     metrics = _over_steps(taken)
     metrics["critic/explained_variance"] = float(_explained_variance(batch.values, batch.returns, batch.mask))

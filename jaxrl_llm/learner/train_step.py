@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxrl_llm.learner.batching import in_order, micro_batches
-from jaxrl_llm.models import attention, moe, transformer
+from jaxrl_llm.models import attention, lora, moe, transformer
 from jaxrl_llm.models.logprobs import reverse_kl, token_logprobs
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import losses
@@ -40,12 +40,12 @@ class Teacher:
 
 
 def init_state(config: ModelConfig, tx: Tx, seed: int, mesh: Mesh, params: Any = None) -> TrainState:
-    """Random parameters, unless they are given, and the optimiser's first state; each device makes its own shards."""
+    """Parameters to train, random unless given, and the optimiser's first state; each device makes its own shards."""
     placed = state_shardings(config, tx, mesh)
     if params is not None:
         rest = jax.jit(lambda p: replace(first_state(tx, p), params=None), out_shardings=replace(placed, params=None))
         return replace(rest(params), params=params)
-    init = lambda key: first_state(tx, transformer.init(config, key))
+    init = lambda key: first_state(tx, lora.trained(config, transformer.init(config, key)))
     return jax.jit(init, out_shardings=placed)(jax.random.key(seed))
 
 
@@ -53,11 +53,17 @@ def first_state(tx: Tx, params: Any) -> TrainState:
     return TrainState(params, tx.init(params), jnp.int32(0))
 
 
+def param_shapes(config: ModelConfig, mesh: Mesh) -> Any:
+    """Shapes and shardings of the parameters that are trained."""
+    shapes = lora.trained(config, jax.eval_shape(partial(transformer.init, config), jax.random.key(0)))
+    placed = sharding.shardings(lora.trained(config, transformer.logical_axes(config)), shapes, mesh)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)
+
+
 def state_shardings(config: ModelConfig, tx: Tx, mesh: Mesh) -> TrainState:
     """Shardings of the policy's train state: see `train_state_shardings`."""
-    shapes = jax.eval_shape(partial(transformer.init, config), jax.random.key(0))
-    params = sharding.shardings(transformer.logical_axes(config), shapes, mesh)
-    return train_state_shardings(tx, shapes, params, mesh)
+    shapes = param_shapes(config, mesh)
+    return train_state_shardings(tx, shapes, jax.tree.map(lambda x: x.sharding, shapes), mesh)
 
 
 def train_state_shardings(tx: Tx, shapes: Any, params: Any, mesh: Mesh) -> TrainState:
@@ -266,14 +272,15 @@ def accumulate(loss: Callable, params: Any, batch: Batch) -> tuple[Any, Array, A
 
 
 def make_gradients(config: ModelConfig, algorithm: Algorithm, temperature: float, chunk: int = 1024) -> Callable:
-    """(params, batch, teacher or None) → gradients, loss, metrics."""
+    """(params, batch, teacher=None, frozen: those of the model that params lack) → gradients, loss, metrics."""
     k, aux_coef = config.experts_per_token, config.router_aux_coef if config.experts else 0.0
 
-    def gradients(params: Any, batch: Batch, teacher: Teacher | None = None) -> tuple[Any, Array, Metrics]:
+    def gradients(params: Any, batch: Batch, teacher: Any = None, frozen: Any = None) -> tuple[Any, Array, Metrics]:
         loads, tokens = None, jnp.sum(batch.mask)
 
         def forward(params: Any, rows: ModelInput, answers: Batch) -> tuple[Array | None, ...]:
-            return response_logprobs(config, params, rows, temperature, chunk, teacher, answers.replay)
+            whole = lora.joined(frozen, params)
+            return response_logprobs(config, whole, rows, temperature, chunk, teacher, answers.replay)
 
         def loss(params: Any, rows: ModelInput, answers: Batch) -> tuple[Array, tuple[Any, ...]]:
             logp, entropy, teacher_kl, router = forward(params, rows, answers)
@@ -310,12 +317,12 @@ def apply_gradients(tx: Tx, state: TrainState, grads: Any, loss: Array, weights:
 def make_train_step(
     config: ModelConfig, algorithm: Algorithm, tx: Tx, temperature: float = 1.0, chunk: int = 1024
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """Jitted (state, batch with weights, teacher=None) → (state, metrics); the state is donated."""
+    """Jitted (state, batch with weights, teacher=None, frozen=None) → (state, metrics); the state is donated."""
     gradients = make_gradients(config, algorithm, temperature, chunk)
 
     @partial(jax.jit, donate_argnums=0)
-    def train_step(state: TrainState, batch: Batch, teacher: Teacher | None = None) -> tuple[TrainState, Metrics]:
-        grads, loss, metrics = gradients(state.params, batch, teacher)
+    def train_step(state: TrainState, batch: Batch, **given: Any) -> tuple[TrainState, Metrics]:
+        grads, loss, metrics = gradients(state.params, batch, **given)
         state, of_step = apply_gradients(tx, state, grads, loss, batch.weights)
         return state, metrics | of_step
 

@@ -123,7 +123,7 @@ def _header(file: Path) -> dict[str, Tensor]:
 
 
 def load(config: ModelConfig, mesh: Mesh, source: Path | str, dtype: str = "float32") -> dict[str, Any]:
-    """The parameters of a checkpoint, in the tree and with the shardings of a fresh model's; `dtype` is that of all.
+    """The parameters of a checkpoint, in the tree and shardings of a fresh model's, each as a model of `dtype` has it.
 
     source: a folder, or OWNER/NAME of the hub. Raises as `check` does, before a device is used, and for tied embeddings
     with another head beside them.
@@ -134,8 +134,10 @@ def load(config: ModelConfig, mesh: Mesh, source: Path | str, dtype: str = "floa
     layouts = hf_format.layouts(config)
     shapes = jax.eval_shape(partial(transformer.init, config), jax.random.key(0))
     placed, tree = jax.tree.flatten(sharding.shardings(transformer.logical_axes(config), shapes, mesh))
-    leaves = zip(layouts.values(), placed, strict=True)
-    return tree.unflatten([_parameter(layout, where, tensors, dtype) for layout, where in leaves])
+    computed, paths = replace(config, dtype=dtype), [name.split(".") for name in layouts]
+    dtypes = [transformer.compute_dtype(computed, path[0], path[-1]) for path in paths]
+    leaves = zip(layouts.values(), placed, dtypes, strict=True)
+    return tree.unflatten([_parameter(layout, where, tensors, of) for layout, where, of in leaves])
 
 
 def _check_tied(embed: Tensor, head: Tensor) -> None:

@@ -17,6 +17,15 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """Training of a few thin matrices beside the frozen ones (2106.09685): see models/lora.py."""
+
+    rank: int = 16
+    alpha: float = 32.0  # what the thin matrices add is scaled by alpha / rank
+    targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # in a mixture of experts the first four
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int
     layers: int
@@ -41,6 +50,7 @@ class ModelConfig:
     expert_width: int = 768
     norm_topk: bool = True  # a token's weights on its experts sum to 1
     router_aux_coef: float = 0.0  # of the load-balancing loss
+    lora: LoRA | None = None  # None: all parameters are trained
 
     @property
     def flops_per_token(self) -> int:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Integer
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.moe import MoE
 from jaxrl_llm.models.quantize import Quantized, dequantized, quantize, shared_axes
+from jaxrl_llm.models.shape import LoRA
 from jaxrl_llm.models.shape import ModelConfig as ModelConfig
 from jaxrl_llm.models.shape import RopeScaling as RopeScaling
 from jaxrl_llm.parallel.sharding import constrain
@@ -58,6 +59,17 @@ def _param(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], std: f
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32) if std else constant, axes=axes)
 
 
+def _adapt(module: nnx.Module, lora: LoRA | None, rngs: nnx.Rngs, **inputs: int) -> None:
+    """Beside each targeted W [in…, out…] A [in…, rank], normal, and B [rank, out…], zeros. inputs: W → axes in."""
+    for name, n in inputs.items():
+        if lora is not None and name in lora.targets:
+            w, r = getattr(module, name), lora.rank
+            axes, std = w.get_metadata()["axes"], math.prod(w.shape[:n]) ** -0.5
+            own = nnx.Rngs(rngs.lora())  # W's keys stay as without LoRA
+            setattr(module, f"{name}_a", _param(own, (*axes[:n], "rank"), (*w.shape[:n], r), std))
+            setattr(module, f"{name}_b", _param(rngs, ("rank", *axes[n:]), (r, *w.shape[n:]), 0))
+
+
 class RMSNorm(nnx.Module):
     def __init__(self, axis: str, size: int, eps: float, rngs: nnx.Rngs):
         self.scale = _param(rngs, (axis,), (size,), None)
@@ -70,10 +82,20 @@ class RMSNorm(nnx.Module):
         return (y * scale.reshape((1,) * (y.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
-def _matmul(x: Array, w: Array) -> Array:
-    """x [*N,A] · w [A,*B] → [*N,*B], the tokens on one axis: over two, XLA would transpose for the gradient of w."""
-    y = x.reshape(-1, x.shape[-1]) @ w.astype(x.dtype).reshape(x.shape[-1], -1)
-    return y.reshape(*x.shape[:-1], *w.shape[1:])
+def _matmul(x: Array, w: Array, n: int = 1) -> Array:
+    """x [*N,*A] · w [*A,*B], n axes A; the tokens on one axis: over two, XLA would transpose for the gradient of w."""
+    inputs = math.prod(w.shape[:n])
+    y = x.reshape(-1, inputs) @ w.astype(x.dtype).reshape(inputs, -1)
+    return y.reshape(*x.shape[:-n], *w.shape[n:])
+
+
+def _project(module: nnx.Module, name: str, x: Array, lora: LoRA | None, n: int = 1) -> Array:
+    """x·W, and with LoRA + (α/r)·(x·A)·B: W's gradient, as large as W, is never formed."""
+    y = _matmul(x, getattr(module, name)[...], n)
+    if lora is None or name not in lora.targets:
+        return y
+    a, b = (getattr(module, f"{name}_{x}")[...] for x in "ab")
+    return y + lora.alpha / lora.rank * _matmul(_matmul(x, a, n), b)
 
 
 class Attention(nnx.Module):
@@ -90,18 +112,18 @@ class Attention(nnx.Module):
         if c.qk_norm:
             self.q_norm = RMSNorm("head_width", c.head_width, c.norm_eps, rngs)
             self.k_norm = RMSNorm("head_width", c.head_width, c.norm_eps, rngs)
+        _adapt(self, c.lora, rngs, q=1, k=1, v=1, o=2)
         self.config = c
 
     def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend, cache: Any) -> tuple[Array, Any]:
-        q, k, v = (_matmul(x, w[...]) for w in (self.q, self.k, self.v))
+        q, k, v = (_project(self, name, x, self.config.lora) for name in "qkv")
         if self.config.qkv_bias:
             biases = (self.q_bias, self.k_bias, self.v_bias)
             q, k, v = (y + b[...].astype(x.dtype)[None, None] for y, b in zip((q, k, v), biases, strict=True))
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         out, cache = attend(_rotate(q, *angles), _rotate(k, *angles), v, cache)
-        o = self.o[...]
-        return _matmul(out.reshape(*out.shape[:-2], -1), o.reshape(-1, o.shape[-1])), cache
+        return _project(self, "o", out, self.config.lora, 2), cache
 
 
 class SwiGLU(nnx.Module):
@@ -109,9 +131,12 @@ class SwiGLU(nnx.Module):
         self.gate = _param(rngs, ("embed", "mlp"), (c.width, c.mlp_width), c.width**-0.5)
         self.up = _param(rngs, ("embed", "mlp"), (c.width, c.mlp_width), c.width**-0.5)
         self.down = _param(rngs, ("mlp", "embed"), (c.mlp_width, c.width), (c.mlp_width * 2 * c.layers) ** -0.5)
+        _adapt(self, c.lora, rngs, gate=1, up=1, down=1)
+        self.lora = c.lora
 
     def __call__(self, x: Array) -> Array:
-        return _matmul(jax.nn.silu(_matmul(x, self.gate[...])) * _matmul(x, self.up[...]), self.down[...])
+        gate, up = (_project(self, name, x, self.lora) for name in ("gate", "up"))
+        return _project(self, "down", jax.nn.silu(gate) * up, self.lora)
 
 
 class Block(nnx.Module):
@@ -169,7 +194,7 @@ class Transformer(nnx.Module):
 
     def head_matrix(self) -> Float[Array, "D V"]:
         """The output projection, in the dtype in which its product is taken."""
-        dtype = _head_dtype(self.config)
+        dtype = compute_dtype(self.config, "head", "head")
         head = dequantized((self.embed if self.config.tied_head else self.head).get_value(), dtype).astype(dtype)
         return head.T if self.config.tied_head else head
 
@@ -180,36 +205,26 @@ def split(config: ModelConfig) -> nnx.GraphDef:
 
 
 def init(config: ModelConfig, key: Array) -> dict[str, Any]:
-    """Fresh parameters as a plain nested dict of float32 arrays."""
-    return nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(key)), nnx.Param))
+    """Fresh parameters as a plain nested dict of float32 arrays; with LoRA the model's without it, and the adapters."""
+    rngs = nnx.Rngs(params=key, lora=jax.random.fold_in(key, 2**32 - 1))
+    return nnx.to_pure_dict(nnx.state(Transformer(config, rngs), nnx.Param))
 
 
-def _head_dtype(config: ModelConfig) -> Any:
-    return jnp.float32 if config.fp32_head else config.dtype
+def compute_dtype(config: ModelConfig, first: str, last: str) -> str:
+    """In which dtype a parameter enters its product; first, last: of the names on its path in the tree."""
+    if last in ("scale", "router") or (first in ("embed", "head") and config.fp32_head):
+        return "float32"
+    return config.dtype
 
 
-def kept(config: ModelConfig, path: Any, axes: tuple[str, ...], x: Array, quantized: str = "") -> Array | Quantized:
-    """A parameter as it is kept where it does not learn: in the dtype that the model computes with it in, or quantized.
-
-    Norms and routers are computed in float32, all else in config.dtype, but the head (and the embedding, which may be
-    the head) in the head's. path, axes: its own in the trees of `init` and `logical_axes`, or without the layers' axis.
-    quantized: int8 or int4, of matrices.
-    """
-    if path[-1].key in ("scale", "router"):
-        return x
-    if quantized and not path[-1].key.endswith("bias"):
+def kept(
+    config: ModelConfig, path: Any, x: Array, quantized: str = "", axes: tuple[str, ...] = ()
+) -> Array | Quantized:
+    """A parameter that does not learn: in its compute dtype, or a matrix in int8 or int4. axes: their names."""
+    first, last = path[0].key, path[-1].key
+    if quantized and not last.endswith(("bias", "scale", "router")):
         return quantize(x, shared_axes(axes), quantized)
-    return x.astype(_head_dtype(config) if path[0].key in ("head", "embed") else config.dtype)
-
-
-@partial(jax.jit, static_argnums=(0, 2))
-def frozen(config: ModelConfig, params: Any, quantized: str = "") -> Any:
-    """A copy of the parameters as they are `kept`. The model computes with it what it computes with them, bit for bit,
-    unless it is quantized.
-    """
-    one = lambda path, axes, x: kept(config, path, axes, jnp.copy(x), quantized)
-    is_axes = lambda x: isinstance(x, tuple)
-    return jax.tree_util.tree_map_with_path(one, logical_axes(config), params, is_leaf=is_axes)
+    return x.astype(compute_dtype(config, first, last))
 
 
 def logical_axes(config: ModelConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 BATCH = ("data", "fsdp")
 RULES: dict[str, str | tuple[str, ...] | None] = {"batch": BATCH, "embed": "fsdp"}
 RULES |= dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "expert"), "tensor")
-RULES |= dict.fromkeys(("head_width", "expert_width", "router", "layers"))  # whole on every device
+RULES |= dict.fromkeys(("head_width", "expert_width", "router", "rank", "layers"))  # whole on every device
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:

@@ -93,7 +93,7 @@ def load(run: Path, problems: int, samples: int, worst: int) -> tuple[Learner, A
         expect(value >= least, name, value, f"at least {least}")
     learner, state, step = trainer.load_state(run)
     asked = replace(learner.config.evaluation, problems=problems, samples=samples)
-    return replace(learner, config=replace(learner.config, evaluation=asked)), state.params, step
+    return replace(learner, config=replace(learner.config, evaluation=asked)), learner.whole(state.params), step
 
 
 def samplers(learner: Learner) -> list[Learner]:

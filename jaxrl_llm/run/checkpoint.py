@@ -9,14 +9,21 @@ import json
 import logging
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from jaxrl_llm.learner.train_step import param_shapes
+from jaxrl_llm.models.shape import ModelConfig
+from jaxrl_llm.types import TrainState
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file, and each error that it also raises
 
@@ -183,3 +190,9 @@ class Checkpoints:
             self.wait()
         finally:
             self._manager.close()
+
+
+def newest_policy(folder: Path, model: ModelConfig, mesh: Mesh) -> Restored | None:
+    """The newest checkpoint of the run, or of the base policy, in a folder; of its state only the parameters."""
+    checkpoints, warn = Checkpoints(Path(folder) / "checkpoints", read_only=True), partial(print, file=sys.stderr)
+    return checkpoints.restore(TrainState(param_shapes(model, mesh), None, None), warn, partial=True)

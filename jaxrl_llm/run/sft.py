@@ -30,12 +30,13 @@ from jaxrl_llm.learner.batching import make_batch, with_advantages, with_weights
 from jaxrl_llm.learner.learner import division
 from jaxrl_llm.learner.optim import make_optimizer, schedule
 from jaxrl_llm.learner.train_step import init_state, make_train_step
+from jaxrl_llm.models import lora
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.run import folder, metrics
-from jaxrl_llm.run.checkpoint import Checkpoints, Damaged
+from jaxrl_llm.run.checkpoint import Checkpoints, Damaged, newest_policy
 from jaxrl_llm.run.stopping import Stopped
-from jaxrl_llm.types import Rollouts, Task, TrainState
+from jaxrl_llm.types import Rollouts, Task, TrainState, expect
 
 LOG_EVERY = 50  # batches
 SAVE_EVERY = 200  # batches
@@ -90,6 +91,7 @@ def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int]) ->
     one base, the second waits for the first. Raises Stopped when `stopping()` gives a signal, ValueError when the
     folder holds another base policy or when the task has no traces to learn from.
     """
+    config = replace(config, model=lora.without(config.model))  # all of a base is trained
     cached = curation.cache_folder() / cache_key(config)
     with contextlib.ExitStack() as stack:
         if not out.exists():
@@ -114,6 +116,14 @@ def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int]) ->
             with contextlib.suppress(OSError):  # a cache that cannot be written, or that another run has filled
                 folder.copy_whole(out, cached)
         return params
+
+
+def load(config: Config, folder: Path, mesh: Mesh) -> Any:
+    """Parameters of the base policy that a folder holds. Raises ValueError unless it is finished."""
+    total, found = sum(s.batches for s in config.prime.stages), newest_policy(folder, config.model, mesh)
+    done = found.step if found else 0
+    expect(done == total, str(folder), f"a base policy after {done} of {total} batches", "a finished one (jaxrl sft)")
+    return found.state.params
 
 
 def _primed(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int], finished: bool) -> Any:

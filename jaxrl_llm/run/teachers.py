@@ -1,19 +1,16 @@
 """Where the policy comes from that another one is distilled from: functions for `Config.teacher`."""
 
-import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.shape import ModelConfig
-from jaxrl_llm.types import TrainState, expect
+from jaxrl_llm.types import expect
 
 
 def run(folder: str = "") -> tuple[ModelConfig, Tokenizer, Callable]:
@@ -24,17 +21,15 @@ def run(folder: str = "") -> tuple[ModelConfig, Tokenizer, Callable]:
     path = Path(folder)
     saved = any((path / "checkpoints").glob("[0-9]*")) and (path / "config.json").is_file()
     expect(saved, "teacher.folder", folder, "the folder of a run with a checkpoint (--set teacher.folder=…)")
-    model = configs.load(path).model
+    config = configs.load(path)
 
     def parameters(mesh: Mesh) -> Any:
-        from jaxrl_llm.models import transformer
-        from jaxrl_llm.parallel import sharding
-        from jaxrl_llm.run.checkpoint import Checkpoints
+        from jaxrl_llm.models import lora
+        from jaxrl_llm.run import base, checkpoint
 
-        shapes = jax.eval_shape(partial(transformer.init, model), jax.random.key(0))
-        placed = sharding.shardings(transformer.logical_axes(model), shapes, mesh)
-        like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)
-        checkpoints, warn = Checkpoints(path / "checkpoints", read_only=True), partial(print, file=sys.stderr)
-        return checkpoints.restore(TrainState(like, None, None), warn, partial=True).state.params
+        found = checkpoint.newest_policy(path, config.model, mesh)
+        frozen = base.of_run(config, path, mesh) if config.model.lora else None
+        base.check(frozen, found.host, path)
+        return lora.joined(frozen, found.state.params)
 
-    return model, tokenizers.load(path / "tokenizer"), parameters
+    return config.model, tokenizers.load(path / "tokenizer"), parameters

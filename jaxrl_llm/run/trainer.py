@@ -23,9 +23,10 @@ from jaxrl_llm.data import tokenizers
 from jaxrl_llm.learner import learner as learners
 from jaxrl_llm.learner.learner import Learner, build, fresh_state, learn_batch, update, update_critic, with_teacher
 from jaxrl_llm.learner.optim import updates_applied
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.shape import ModelConfig
+from jaxrl_llm.run import base as bases
 from jaxrl_llm.run import evals, folder, metrics, probe, sft
-from jaxrl_llm.run.checkpoint import Checkpoints
+from jaxrl_llm.run.checkpoint import Checkpoints, checksums
 from jaxrl_llm.run.modes import MODES, Position
 from jaxrl_llm.run.stopping import Stopped, stop_on_signals
 from jaxrl_llm.sampler import client, groups, weights
@@ -39,7 +40,7 @@ SURE = 100  # held-out answers, all wrong, after which a base policy is taken to
 
 
 def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") -> Any:
-    """A sampler with these parameters, drawing as the config's rollouts do.
+    """A sampler with these parameters (of the whole model), drawing as the config's rollouts do.
 
     version: updates behind the parameters. run: see `Client`.
     """
@@ -132,9 +133,10 @@ def one_step(
                 state, policy = update(learner, state, batch)
                 learned |= policy
         with watch("push"):
-            engine = push_weights(engine, state.params)
+            params = learner.whole(state.params)
+            engine = push_weights(engine, params)
             if learner.config.rollout.servers:
-                probe.prove(learner, engine, state.params)
+                probe.prove(learner, engine, params)
     seconds = watch.seconds()
     sampled = int(scored.all_rollouts.lengths.sum())
     trained = int(answers.lengths.sum() + answers.prompt_lengths.sum())
@@ -157,15 +159,16 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
         learner = replace(build(_with_own_tokenizer(config, out) if resume else config), config=config)
         managed = Checkpoints(out / "checkpoints", config.checkpoint.keep)
         with jax.set_mesh(learner.mesh), contextlib.closing(managed) as checkpoints:
-            learner, a, base = with_teacher(learner), config.algorithm, None
-            if config.prime:
-                base = sft.prime(config, out / "base", learner.mesh, stopping)
-            elif config.init and (not checkpoints.steps() or (a.needs_reference and not a.kl_refresh)):
-                base = config.init(config.model, learner.mesh)  # else all of it is in the checkpoint
+            learner, a = with_teacher(learner), config.algorithm
+            needed = config.model.lora or not checkpoints.steps() or (a.needs_reference and not a.kl_refresh)
+            base = bases.of_run(config, out, learner.mesh, stopping) if needed else None  # all is in the checkpoint
+            learner = replace(learner, base=base if config.model.lora else None)
             state, at = fresh_state(learner, base), Position()
             if a.needs_reference and state.reference is None:
-                learner = replace(learner, ref_params=learners.reference_of(config, state.params))
+                kept = config.model, state.params, config.learner.reference_dtype
+                learner = replace(learner, ref_params=learners.reference_of(*kept))
             if resume and (found := checkpoints.restore(state, print)):
+                bases.check(learner.base, found.host, out)
                 state, at = found.state, Position.from_json(found.step, found.host)
                 expected = f"at least {at.step}, the steps that the run has behind it"
                 expect(at.step <= config.total_steps, "--resume: steps", config.steps, expected)
@@ -187,14 +190,16 @@ def _loop(
     config, total, skipped = learner.config, learner.config.total_steps, 0
     # What tells this learner from others at a sampler's server, also when it resumes
     run = f"{socket.gethostname()}:{checkpoints.folder.parent}"
-    engine, mode = make_engine(learner, state.params, at.step, run), MODES[config.rollout.mode](learner)
+    params, mode = learner.whole(state.params), MODES[config.rollout.mode](learner)
+    engine = make_engine(learner, params, at.step, run)
     if config.rollout.servers or config.init:
-        probe.prove(learner, engine, state.params)
+        probe.prove(learner, engine, params)
 
     def save(wait: bool) -> None:
         if at.step and at.step not in checkpoints.steps():
             host = mode.settled(at, wait).to_json()
             host |= {"seed": config.seed, "config": configs.to_json(config), "machine": folder.machine()}
+            host |= {"base": checksums(learner.base, {})}  # with LoRA the adapters are nothing without it
             checkpoints.save(at.step, state, host)
 
     try:
@@ -297,7 +302,10 @@ def _with_own_tokenizer(config: Config, run: Path) -> Config:
 
 
 def load_state(run: Path, step: int | None = None) -> tuple[Learner, TrainState, int]:
-    """A run's learner, which samples in this process, and its newest checkpoint, or that of `step`, with its step."""
+    """A run's learner, which samples in this process, and its newest checkpoint, or that of `step`, with its step.
+
+    Step 0 is the base policy, and the newest one until a checkpoint is made.
+    """
     expect(run.is_dir(), "run", str(run), "the folder of a run")
     config, warn = configs.load(run), lambda text: print(text, file=sys.stderr)
     for line in folder.edited(run):
@@ -306,9 +314,15 @@ def load_state(run: Path, step: int | None = None) -> tuple[Learner, TrainState,
     with jax.set_mesh(learner.mesh):
         checkpoints = Checkpoints(run / "checkpoints", read_only=True)
         found = checkpoints.restore(fresh_state(learner), warn, step)
-    if found is None:
-        which = "checkpoint" if step is None else f"checkpoint of step {step} among {checkpoints.steps()}"
-        raise ValueError(f"run {run}: no {which}; expected one under {run / 'checkpoints'}")
+        primed = found is None and step in (None, 0) and (run / "base").is_dir()  # by `jaxrl sft`, or before step 1
+        if found is None and not primed:
+            which = "checkpoint" if step is None else f"checkpoint of step {step} among {checkpoints.steps()}"
+            raise ValueError(f"run {run}: no {which}; expected one under {run / 'checkpoints'}")
+        base = bases.of_run(config, run, learner.mesh) if primed or config.model.lora else None
+        learner = replace(learner, base=base if config.model.lora else None)
+        if primed:
+            return learner, fresh_state(learner, base), 0
+        bases.check(learner.base, found.host, run)
     return learner, found.state, found.step
 
 
@@ -316,4 +330,4 @@ def load_policy(run: Path) -> tuple[Learner, Any, int]:
     """A run's learner, a sampler with its newest checkpoint, and that checkpoint's step."""
     learner, state, step = load_state(run)
     with jax.set_mesh(learner.mesh):
-        return learner, make_engine(learner, state.params), step
+        return learner, make_engine(learner, learner.whole(state.params)), step

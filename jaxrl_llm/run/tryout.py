@@ -40,7 +40,7 @@ CONFIG = Config(
     **hf.start("{source}"),
     task=partial(datasets.jsonl, "problems.jsonl", reward),  # a line: {{"prompt": "1 + 1 =", "answer": 2}}
     algorithm=ALGORITHMS["grpo"],
-    rollout=Rollout(prompts=8, group_size=8, max_prompt_tokens=512, max_response_tokens=1024),
+    rollout=Rollout(prompts=8, group_size=8, max_prompt_tokens={prompt}, max_response_tokens={response}),
     optimizer=Optimizer(lr=1e-6),
 )
 '''
@@ -48,8 +48,9 @@ CONFIG = Config(
 
 def experiment(source: str, file: Path | None = None) -> str:
     """The text of an experiment from this checkpoint, to be written as `file`."""
-    file = file or Path("my.py")
-    return EXPERIMENT.format(name=file.stem, file=file, source=source)
+    file, context = file or Path("my.py"), hf.model(source).max_positions
+    room = {"prompt": min(512, context // 2), "response": min(1024, context - context // 2)}
+    return EXPERIMENT.format(name=file.stem, file=file, source=source, **room)
 
 
 def try_checkpoint(source: str, text: str, tokens: int) -> list[str]:
@@ -62,7 +63,9 @@ def try_checkpoint(source: str, text: str, tokens: int) -> list[str]:
     expect(tokenizer.size <= shape.vocab_size, f"{source}: tokenizer", f"{tokenizer.size} tokens",
            f"at most vocab_size = {shape.vocab_size}")  # fmt: skip
     ways = max(n for n in range(1, jax.device_count() + 1) if shape.width % n == 0)
-    size = Rollout(prompts=ways, group_size=2, max_prompt_tokens=512, max_response_tokens=tokens)
+    room = min(512, shape.max_positions - tokens)
+    expect(room > 0, "tokens", tokens, f"less than the context of {shape.max_positions} tokens")
+    size = Rollout(prompts=ways, group_size=2, max_prompt_tokens=room, max_response_tokens=tokens)
     task = partial(Task, (prompt,), (prompt,), Reward)
     config = Config(task, ALGORITHMS["grpo"], rollout=size, mesh=Mesh(fsdp=ways), **start)
     learner = build(config)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxrl_llm.models import attention, moe, transformer
+from jaxrl_llm.models import attention, lora, moe, transformer
 from jaxrl_llm.models.logprobs import tempered_logits
 from jaxrl_llm.models.quantize import dequantized
 from jaxrl_llm.models.transformer import ModelConfig
@@ -75,7 +75,7 @@ class Drawn(NamedTuple):
 
 def _blocks(config: ModelConfig, params: Any) -> tuple[transformer.Transformer, list[transformer.Block]]:
     """The model and its blocks one by one, for params whose layers are a list (see `weights.push`)."""
-    model = nnx.eval_shape(lambda: transformer.Transformer(config, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: transformer.Transformer(lora.without(config), nnx.Rngs(0)))
     graph = nnx.split(model.layers)[0]
     blocks = [nnx.merge(graph, dequantized(layer, config.dtype)) for layer in params["layers"]]
     del model.layers

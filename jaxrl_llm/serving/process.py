@@ -28,7 +28,7 @@ def policy(source: Path, assignments: tuple[str, ...]) -> tuple[Config, Any]:
         return config, jax.jit(transformer.init, static_argnums=0)(config.model, jax.random.key(config.seed))
     expect(not assignments, "set", assignments, "none for a run, whose config is kept with it")
     learner, state, _ = trainer.load_state(source)
-    return learner.config, state.params
+    return learner.config, learner.whole(state.params)
 
 
 def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:

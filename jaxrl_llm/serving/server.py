@@ -30,7 +30,7 @@ from jaxrl_llm.sampler import wire
 from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request
 
 MAX_GROUP = 1024  # answers of one request
-REMEMBERED = 64 * 2**20  # bytes of replies that are kept for attempts that come again
+REMEMBERED = 64 * 2**20  # bytes of requests and replies that are kept for attempts that come again
 LISTENING = "listening on"  # a server's line when it is ready
 GRACE_S = 5.0  # what runs at SIGTERM may go on for so long
 Code = grpc.StatusCode
@@ -80,7 +80,7 @@ class Service:
         self.learner_seen = -math.inf  # when that run's learner was heard of last, by the monotonic clock
         self.counts: Counter[str] = Counter(answered=0, repeated=0, refused=0, cancelled=0, loaded=0)
         self._running: dict[bytes, _GroupCall] = {}  # by the request's bytes, its id among them
-        self._answered: OrderedDict[bytes, pb.SampleReply] = OrderedDict()
+        self._answered: OrderedDict[bytes, bytes] = OrderedDict()  # replies to requests, both as they are sent
         self._remembered = 0
         self._assembling, self._swapping = asyncio.Lock(), threading.Lock()
 
@@ -96,7 +96,8 @@ class Service:
 
         async def answer(asked: Any, context: grpc.aio.ServicerContext) -> bytes:
             try:
-                return (await method(asked)).SerializeToString()
+                reply = await method(asked)
+                return reply if isinstance(reply, bytes) else reply.SerializeToString()
             except (Refusal, ValueError) as error:
                 self.counts["refused"] += 1
                 status = error.args if isinstance(error, Refusal) else (Code.INVALID_ARGUMENT, str(error))
@@ -104,7 +105,7 @@ class Service:
 
         return answer
 
-    async def sample(self, data: bytes) -> pb.SampleReply:
+    async def sample(self, data: bytes) -> bytes:
         """The whole group. An attempt that comes again joins the one that runs, or gets its answer.
 
         INVALID_ARGUMENT: cannot be served. FAILED_PRECONDITION: meant for a server that has restarted since, or for one
@@ -129,13 +130,13 @@ class Service:
         limits = [PartialAnswer(request, g).limit for g in range(request.group)]
         if any(a.finish == types.CANCELLED and len(a.tokens) < n for a, n in zip(group, limits, strict=True)):
             raise Refusal(Code.UNAVAILABLE, "the server has cancelled the group")
-        reply = wire.to_reply(group)
+        reply = wire.to_reply(group).SerializeToString()
         if data not in self._answered:
             self.counts["answered"] += 1
             self._answered[data] = reply
-            self._remembered += reply.ByteSize()
+            self._remembered += len(data) + len(reply)
         while self._remembered > REMEMBERED:
-            self._remembered -= self._answered.popitem(last=False)[1].ByteSize()
+            self._remembered -= sum(map(len, self._answered.popitem(last=False)))
         return reply
 
     async def _sampled(self, data: bytes, request: Request) -> Group:

@@ -20,7 +20,7 @@ from jaxrl_llm.config import Checkpoint, Config, Evaluation, Mesh, Prime, Rollou
 from jaxrl_llm.data import datasets, tasks, tokenizers
 from jaxrl_llm.data.curation import cache_folder
 from jaxrl_llm.learner import learner
-from jaxrl_llm.models.transformer import ModelConfig, RopeScaling
+from jaxrl_llm.models.transformer import LoRA, ModelConfig, RopeScaling
 from jaxrl_llm.objective import advantages, filters, losses
 from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Shaping, Updates
 from jaxrl_llm.rewards import length
@@ -189,12 +189,26 @@ def test_an_int_becomes_a_float_where_one_is_wanted():
         ("rollout=3", ["rollout", "3", "Rollout"]),
         ("model=none", ["model", "None", "ModelConfig"]),
         ("algorithm.kl=k9", ["algorithm.kl", "'k9'", "k3+"]),
+        ("model.lora.rank=8", ["model.lora.rank", "'rank'", "None"]),
+        ("model.lora={'rnk': 8}", ["model.lora", "{'rnk': 8}", "LoRA | None"]),
+        ("optimizer={'lrate': 1.0}", ["optimizer.lrate", "'lrate'", "Optimizer", "'lr'"]),
     ],
 )
 def test_a_bad_override_names_the_field_the_value_and_what_was_expected(assignment, expected):
     with pytest.raises(ValueError, match=re.escape(expected[0])) as caught:
         assign(assignment)
     assert [e for e in expected if e not in str(caught.value)] == []
+
+
+def test_a_dataclass_that_is_not_there_yet_comes_from_a_mapping():
+    given = assign("model.lora={'rank': 8, 'targets': ['q', 'down']}")
+    assert given.model.lora == LoRA(8, 32.0, ("q", "down"))
+    assert assign("model.lora.rank=3", "model.lora.alpha=6", config=given).model.lora == LoRA(3, 6.0, ("q", "down"))
+    assert assign("model.lora=none", config=given) == BASE
+    assert configs.from_json(json.loads(configs.dumps(given))).model == given.model
+    experts = "model.experts=4", "model.experts_per_token=2", "model.lora={'targets': ['q', 'up']}"
+    with pytest.raises(ValueError, match="model.lora.targets is .* of q, k, v, o, which the model has$"):
+        validate(assign(*experts))
 
 
 # ---- validation
@@ -249,6 +263,15 @@ BAD = [
     ("rollout.group_size=1", "rollout.group_size is 1; expected at least 2 for algorithm.group_filter"),
     ("model.kv_heads=3", "model.heads is 2; expected a multiple of model.kv_heads = 3"),
     ("model.attention=cudnn", "model.attention is .cudnn.; expected another one with model.dtype = float32"),
+    ("model.lora={'rank': 0}", "model.lora.rank is 0; expected at least 1"),
+    ("model.lora={'alpha': 0}", r"model.lora.alpha is 0\.0; expected a positive number"),
+    *(
+        (
+            f"model.lora={{'targets': {t}}}",
+            r"model.lora.targets is \(.*\); expected different ones of q, k, .*, down, which the model has$",
+        )
+        for t in ((), ("q", "q"), ("q", "head"))
+    ),
     ("model.head_width=7", "model.head_width is 7; expected an even number"),
     ("optimizer.clip_norm=0", r"optimizer.clip_norm is 0\.0; expected a positive number"),
     ("prime.optimizer.eps=0", r"prime.optimizer.eps is 0\.0; expected a positive number"),
@@ -289,12 +312,14 @@ def test_what_adafactor_does_not_read_is_not_to_be_changed(optimizer, unread):
     validate(assign(f"{optimizer}.kind=adafactor", f"{optimizer}.weight_decay=0.1"))
 
 
-def test_an_8_bit_reference_needs_a_reference():
-    with pytest.raises(
-        ValueError, match="learner.reference_dtype is 'int8'; expected '': the algorithm has no reference"
-    ):
+def test_an_8_bit_reference_needs_a_reference_of_its_own():
+    refused = "learner.reference_dtype is 'int8'; expected '' with LoRA, whose base is the reference, or without a KL"
+    with pytest.raises(ValueError, match=refused):
         validate(assign("learner.reference_dtype=int8"))
-    validate(assign("learner.reference_dtype=int8", "algorithm.kl=k3", "algorithm.kl_coef=0.1"))
+    fine = assign("learner.reference_dtype=int8", "algorithm.kl=k3", "algorithm.kl_coef=0.1")
+    validate(fine)
+    with pytest.raises(ValueError, match=refused):
+        validate(assign('model.lora={"rank": 2}', config=fine))
 
 
 def test_slots_have_to_divide_among_the_devices_and_prompts_need_not():
@@ -739,7 +764,20 @@ def test_a_missing_experiment(tmp_path):
 
 # ---- no field that nothing reads
 
-CONFIGS = (Config, Rollout, Mesh, Evaluation, Checkpoint, Prime, Stage, Optimizer, ModelConfig, RopeScaling, Algorithm)
+CONFIGS = (
+    Config,
+    Rollout,
+    Mesh,
+    Evaluation,
+    Checkpoint,
+    Prime,
+    Stage,
+    Optimizer,
+    ModelConfig,
+    RopeScaling,
+    LoRA,
+    Algorithm,
+)
 
 
 class Reads(ast.NodeVisitor):

@@ -258,3 +258,51 @@ def test_a_tokenizer_that_cannot_be_used_names_its_folder(bpe, tmp_path):
         load(tmp_path)
     with pytest.raises(ValueError, match="nowhere: no such folder"):
         load("nowhere")
+
+
+# --- byte pairs ---------------------------------------------------------------------------------------------------
+
+QUESTION = "Add modulo 5, step by step.\na3b2:"
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return tokenizers.byte_pairs(lambda: [QUESTION] * 3, size=280)
+
+
+def test_byte_pairs_are_learnt_from_the_texts_and_hold_any_text(pairs):
+    pieces = [pairs.decode([i]) for i in pairs.encode(QUESTION)]
+    assert "".join(pieces) == QUESTION
+    assert " modulo" in pieces
+    assert pieces[-5:] == ["a", "3", "b", "2", ":"]  # as Qwen2: a digit is a token
+    assert 257 < pairs.size <= 280
+    for text in ("", "ä 日本\n\t", "<eos>"):
+        assert pairs.decode(pairs.encode(text)) == text
+    assert pairs.decode(pairs.eos_ids) == "<|endoftext|>"
+    assert tokenizers.byte_pairs(lambda: [QUESTION] * 3, size=280).hf.get_vocab() == pairs.hf.get_vocab()
+    with pytest.raises(ValueError, match="size is 100; expected at least 257"):
+        tokenizers.byte_pairs(lambda: [], size=100)
+
+
+@pytest.fixture
+def in_qwen2(tmp_path):
+    """A folder that says its model is a Qwen2: AutoTokenizer goes by that."""
+
+    def saved(tokenizer):
+        tokenizer.save(tmp_path)
+        (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+        return tmp_path
+
+    return saved
+
+
+def test_a_tokenizer_is_what_its_file_says_whatever_the_model(tokenizer, in_qwen2):
+    folder = in_qwen2(tokenizer)
+    assert load(folder).encode("a = b12") == tokenizer.encode("a = b12")
+    assert "AutoTokenizer takes its tokenizer for a Qwen2Tokenizer" in tokenizers.misread(folder, tokenizer)
+
+
+def test_byte_pairs_are_a_qwen2_tokenizer_to_others_too(pairs, in_qwen2):
+    folder = in_qwen2(pairs)
+    assert load(folder).hf.get_vocab() == pairs.hf.get_vocab()
+    assert tokenizers.misread(folder, pairs) == ""

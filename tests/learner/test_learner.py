@@ -249,9 +249,9 @@ def test_lopti_steps_on_unlikely_tokens_and_then_on_the_others():
     made, state = build(replace(PLAIN, updates=Updates(phases=partial(filters.lopti_phases, eta=0.011))))
     taken = []
 
-    def spy(state, batch):
+    def spy(state, batch, **given):
         taken.append(batch)
-        return made.train_step(state, batch)
+        return made.train_step(state, batch, **given)
 
     batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     after, row = learner.update(replace(made, train_step=spy), state, batch)
@@ -281,9 +281,9 @@ def test_all_mini_batches_take_a_phase_before_any_takes_the_next(phases):
     made, state = build(a, rollout=replace(CONFIG.rollout, prompts=2))
     taken = []
 
-    def spy(state, batch):
+    def spy(state, batch, **given):
         taken.append(batch)
-        return made.train_step(state, batch)
+        return made.train_step(state, batch, **given)
 
     batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of(SHAPE), REWARDS))
     batch = replace(batch, old_logp=jnp.where(jnp.arange(batch.mask.shape[1])[None] % 2 == 0, -0.1, -3.0) * batch.mask)

@@ -9,7 +9,7 @@ import pytest
 from cases import CONFIG, PLAIN, REWARDS, rollouts_of, scored
 
 from jaxrl_llm.learner import batching, learner, train_step
-from jaxrl_llm.models import transformer
+from jaxrl_llm.models import lora, transformer
 from jaxrl_llm.models.quantize import Quantized, dequantized
 
 SHORT = replace(CONFIG.model, dtype="bfloat16", layers=2, qkv_bias=True, qk_norm=True)
@@ -34,7 +34,7 @@ def test_log_probs_are_those_of_the_float32_copy_to_the_bit(name):
     model = MODELS[name]
     params, batch = fixture_of(model)
     logprobs = train_step.make_logprobs(model, 0.7)
-    kept = transformer.frozen(model, params)
+    kept = learner.reference_of(model, params)
     for a, b in zip(logprobs(params, batch), logprobs(kept, batch), strict=True):
         np.testing.assert_array_equal(a, b)
     of_head = jnp.float32 if model.fp32_head else jnp.bfloat16
@@ -46,7 +46,7 @@ def test_log_probs_are_those_of_the_float32_copy_to_the_bit(name):
 
 def test_a_float32_model_s_reference_is_a_copy_that_a_step_does_not_take_away():
     params = transformer.init(CONFIG.model, jax.random.key(0))
-    kept = transformer.frozen(CONFIG.model, params)
+    kept = learner.reference_of(CONFIG.model, params)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(kept), strict=True):
         assert a.dtype == b.dtype == jnp.float32
         np.testing.assert_array_equal(a, b)
@@ -57,7 +57,7 @@ def test_eight_bits_are_made_numbers_of_one_layer_at_a_time():
     """The numbers are those of the whole copy that is never made: no more than a layer or two of temporaries."""
     model = replace(CONFIG.model, layers=12, width=64, mlp_width=512, qk_norm=True)
     params, batch = fixture_of(model)
-    kept = transformer.frozen(model, params, "int8")
+    kept = learner.reference_of(model, params, "int8")
     quantized = {path for path, x in named(kept).items() if isinstance(x, Quantized)}
     assert quantized == {path for path in named(params) if not path.endswith("scale")}
     assert {path: x.scale.shape for path, x in named(kept).items() if path in quantized} == {
@@ -77,13 +77,24 @@ def test_eight_bits_are_made_numbers_of_one_layer_at_a_time():
     assert short - plain < 3 * layer + params["embed"].nbytes
 
 
+def test_with_lora_adapters_alone_are_copied():
+    """The base that they stand beside is the reference's, too."""
+    model = replace(SHORT, lora=transformer.LoRA(rank=2, targets=("q", "down")))
+    adapters = lora.trained(model, transformer.init(model, jax.random.key(0)))
+    kept = named(learner.reference_of(model, adapters))
+    paths = [f"layers.{x}_{ab}" for x in ("attention.q", "mlp.down") for ab in "ab"]
+    assert {path: x.dtype for path, x in kept.items()} == dict.fromkeys(paths, jnp.bfloat16)
+
+
 @pytest.mark.parametrize("refresh", [0, 1])
 def test_a_run_holds_on_to_eight_bits(refresh):
     a = replace(PLAIN, kl="k3", kl_coef=0.1, kl_refresh=refresh)
     made = learner.build(replace(CONFIG, algorithm=a, learner=replace(CONFIG.learner, reference_dtype="int8")))
     with jax.set_mesh(made.mesh):
         state = learner.fresh_state(made)
-        made = replace(made, ref_params=None if refresh else learner.reference_of(made.config, state.params))
+        made = replace(
+            made, ref_params=None if refresh else learner.reference_of(made.config.model, state.params, "int8")
+        )
         seen = []
         for _ in range(2):
             batch, state, _ = learner.learn_batch(made, state, scored(rollouts_of([3, 4, 5, 6]), REWARDS))

@@ -56,8 +56,13 @@ def test_a_checkpoint_is_read(family, kind, shards, one, tmp_path):
     rounded = jax.tree.map(lambda x: x.astype(checkpoints.TYPES[kind]).astype(np.float32), params)
     equal(loaded, rounded)
     assert {x.dtype for x in jax.tree.leaves(loaded)} == {np.dtype(np.float32)}
-    half = hf.load(config, one, tmp_path, dtype="bfloat16")
-    equal(half, jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), rounded))
+    half = hf.load(replace(config, fp32_head=False), one, tmp_path, dtype="bfloat16")
+    norms_stay = lambda path, x: x if path[-1].key == "scale" else x.astype(ml_dtypes.bfloat16)
+    halved = jax.tree_util.tree_map_with_path(norms_stay, rounded)
+    equal(half, halved)
+    kept = hf.load(config, one, tmp_path, dtype="bfloat16")
+    heads = {name: rounded[name] for name in ("embed", "head") if name in rounded}
+    equal(kept, halved | heads)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -13,7 +13,7 @@ from jaxrl_llm.data import tokenizers
 from jaxrl_llm.learner.batching import make_batch, placed, with_advantages, with_weights
 from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.learner.train_step import init_state, make_gradients, make_train_step, state_shardings
-from jaxrl_llm.models import transformer
+from jaxrl_llm.models import attention, transformer
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.parallel import sharding
@@ -39,12 +39,11 @@ ALGORITHM = Algorithm(
 )
 
 
-def made_batch(mesh, layout="grouped", micro_batches=1):
-    """Ragged prompts and answers, old and reference log-probs that are not the policy's, on the mesh."""
-    rng = np.random.default_rng(0)
+def ragged(rng):
+    """Prompts and answers of many lengths."""
     rows = PROMPTS * GROUP
     lengths = rng.integers(1, LENGTH_MAX + 1, rows).astype(np.int32)
-    rollouts = Rollouts(
+    return Rollouts(
         prompts=tuple(Prompt(i, "") for i in range(PROMPTS)),
         prompt_tokens=rng.integers(0, MODEL.vocab_size, (PROMPTS, PREFIX + 1)).astype(np.int32),
         prompt_lengths=rng.integers(1, PREFIX + 2, PROMPTS).astype(np.int32),
@@ -55,12 +54,21 @@ def made_batch(mesh, layout="grouped", micro_batches=1):
         texts=("",) * rows,
         draws=np.arange(PROMPTS),
     )
-    cut = Division(1, micro_batches, mesh.shape["data"] * mesh.shape["fsdp"], layout, row_tokens=64)
-    batch, _ = make_batch(rollouts, MODEL, cut, mesh=mesh)
+
+
+def made_batch(mesh, layout="grouped", micro_batches=1, model=MODEL, norm=ALGORITHM.norm, row_tokens=64):
+    """Ragged answers, old and reference log-probs that are not the policy's, on the mesh."""
+    rng = np.random.default_rng(0)
+    rollouts, rows = ragged(rng), PROMPTS * GROUP
+    multiple = attention.multiple(model.attention)
+    cut = Division(1, micro_batches, mesh.shape["data"] * mesh.shape["fsdp"], layout, row_tokens, multiple)
+    batch, _ = make_batch(rollouts, model, cut, mesh=mesh)
     filled_up = lambda x: placed(np.pad(x.astype(np.float32), ((0, len(batch.mask) - rows), (0, 0))), mesh)
-    batch = with_advantages(batch, filled_up(np.repeat(rng.normal(size=rows), 16).reshape(rows, 16)))
-    old, ref = (filled_up(-2.5 + 0.3 * rng.normal(size=(rows, 16))) for _ in range(2))
-    return with_weights(replace(batch, old_logp=old, ref_logp=ref), ALGORITHM.norm, None)
+    length = batch.mask.shape[1]
+    filled_out = lambda x: filled_up(np.pad(x, ((0, 0), (0, length - 16))))
+    batch = with_advantages(batch, filled_out(np.repeat(rng.normal(size=rows), 16).reshape(rows, 16)))
+    old, ref = (filled_out(-2.5 + 0.3 * rng.normal(size=(rows, 16))) for _ in range(2))
+    return with_weights(replace(batch, old_logp=old, ref_logp=ref), norm, LENGTH_MAX)
 
 
 @cache

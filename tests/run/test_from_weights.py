@@ -19,7 +19,7 @@ from jaxrl_llm.models import hf, transformer
 from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.run import probe, trainer
 
-MODEL = ModelConfig(112, 2, 32, 4, 2, 10, 48, qk_norm=True, tied_head=False, rope_theta=1e6)
+MODEL = ModelConfig(112, 2, 32, 4, 2, 10, 48, qk_norm=True, tied_head=False, rope_theta=1e6, max_positions=300)
 EXPERIMENT = """
 from dataclasses import replace
 from functools import partial
@@ -92,6 +92,7 @@ def test_import_says_what_a_checkpoint_is(folder, monkeypatch, capsys, tmp_path)
     assert f'hf.start("{folder / "model"}")' in out
     jaxrl(monkeypatch, capsys, "import", folder / "model", "--tokens", 2, "--out", tmp_path / "my.py")
     loaded = configs.load(tmp_path / "my.py")
+    assert (loaded.rollout.max_prompt_tokens, loaded.rollout.max_response_tokens) == (150, 150)  # of the 300
     assert loaded.model == replace(MODEL, dtype="bfloat16", remat="full", fp32_head=False)
     said = jaxrl(monkeypatch, capsys, "import", folder / "model", "--out", tmp_path / "my.py", fails=True)
     assert "my.py: there already; expected a new file" in said

@@ -151,5 +151,7 @@ def test_load(experiment, served):
     client.close()
     print(counts, stats, f"{min(seen) / 1e6:.0f} to {max(seen) / 1e6:.0f} MB")
     assert min(counts.values()) > 10
-    settled = seen[len(seen) // 2]
-    assert max(seen[len(seen) // 2 :]) < 1.05 * settled + 20e6, "memory grows"
+    # What stays, without the peaks of a program that is being compiled
+    quarter = len(seen) // 4
+    settled, last = min(seen[quarter : 2 * quarter]), min(seen[-quarter:])
+    assert last < 1.05 * settled + 20e6, f"memory grows from {settled / 1e6:.0f} to {last / 1e6:.0f} MB"

@@ -157,7 +157,8 @@ def test_an_id_with_another_request_gets_no_foreign_answer(worker):
 
 
 def test_few_replies_are_remembered(worker, monkeypatch):
-    monkeypatch.setattr(server, "REMEMBERED", 2 * len(call(worker.channel, bytes_of(REQUEST, "1"))))
+    size = len(bytes_of(REQUEST, "1")) + len(call(worker.channel, bytes_of(REQUEST, "1")))
+    monkeypatch.setattr(server, "REMEMBERED", 2 * size)
     for id in ("2", "3", "1", "3"):
         call(worker.channel, bytes_of(REQUEST, id))
     assert len(worker.backend.submitted) == 4  # 1 was forgotten, 3 was not
