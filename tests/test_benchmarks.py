@@ -11,6 +11,7 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "experiments" / "benchmarks"
 LEAST = {
     "attention": ("--tokens", "2048"),
+    "levers": ("--layers", "2", "--prompts", "2", "--group", "2", "--prompt-tokens", "16", "--answer-tokens", "32"),
     "objectives": ("--runs", "1"),
     "memory": ("--preset", "smollm2-135m", "--tokens", "256", "--vocab", "1024"),
     "rl_step": ("--prompt-len", "16", "--steps", "1"),
