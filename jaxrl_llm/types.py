@@ -196,7 +196,10 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The settings of AdamW with warm-up, a schedule of the learning rate and clipping by the global norm."""
+    """The settings of AdamW or Adafactor with warm-up, a schedule of the learning rate and clipping by the global norm.
+
+    Adafactor has no use for b1, b2, eps and moments_dtype.
+    """
 
     lr: float = 2e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # linear and cosine are 0 once the steps are over
@@ -206,6 +209,8 @@ class Optimizer:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0
+    kind: Literal["adamw", "adafactor"] = "adamw"
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"  # in which AdamW keeps both: 8 or 4 bytes a parameter
 
 
 def expect(ok: Any, name: str, value: object, expected: str) -> None:

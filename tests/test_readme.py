@@ -246,11 +246,11 @@ def test_commands_name_what_there_is(page, monkeypatch, capsys):
 
 @every_page
 def test_what_is_set_can_be_set(page):
-    """`--set …` by itself, for the demo or for an experiment with a critic."""
+    """`--set …` by itself, for the demo or for an experiment that has what is set."""
     for span in spans(WRITTEN[page]):
         if span.startswith("--set ") and not is_placeholder(span):
             assignment = shlex.split(span)[1]
-            name = "ppo" if "critic" in assignment else "laptop_dapo"
+            name = "ppo" if "critic" in assignment else "lora" if "lora." in assignment else "laptop_dapo"
             if "=" in assignment and not assignment.startswith("path.to"):
                 config.override(config.load(ROOT / f"experiments/{name}.py"), assignment)
 

@@ -68,11 +68,12 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Learning:
-    """How the learner computes; nothing of it changes a number beyond rounding."""
+    """How the learner computes; nothing of it but an 8-bit reference changes a number beyond rounding."""
 
     layout: Literal["auto", "grouped", "packed"] = "auto"  # of a row of the model; auto: the one with fewer operations
     row_tokens: int = 0  # that a row may have at most; 0: grouped rows any number, packed ones the longest answer's
     logprob_chunk: int = 1024  # tokens of a device whose logits exist at once
+    reference_dtype: Literal["", "int8"] = ""  # of the reference policy's matrices; "": as it computes
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,11 @@ def validate(config: Config) -> Config:
     expect(most == 0 or most >= longest, "learner.row_tokens", most, expected)
     expected = f"at most rollout.prompts = {r.prompts}: a mini-batch is of whole prompts"
     expect(a.updates_per_batch <= r.prompts, "algorithm.updates_per_batch", a.updates_per_batch, expected)
+    kept, expected = (
+        config.learner.reference_dtype,
+        "'' with LoRA, whose base is the reference, or without a KL penalty",
+    )
+    expect(not kept or (a.needs_reference and config.model.lora is None), "learner.reference_dtype", kept, expected)
     _validate_sampler(r, ways)
     _validate_algorithm(a, r)
     _validate_model(config.model)
@@ -298,6 +303,10 @@ def _validate_call(make: Callable, name: str, *arguments: Any) -> None:
 
 def _types(node: Any, path: str) -> None:
     known = typing.get_type_hints(type(node))
+    if isinstance(node, Optimizer) and node.kind == "adafactor":
+        for name in ("b1", "b2", "eps", "moments_dtype"):
+            value, default = getattr(node, name), getattr(Optimizer(), name)
+            expect(value == default, f"{path}{name}", value, f"{default!r}, as it was: Adafactor does not read it")
     for f in dataclasses.fields(node):
         value, where = getattr(node, f.name), f"{path}{f.name}"
         coerce(known[f.name], value, where)

@@ -26,6 +26,7 @@ from jaxrl_llm.learner.optim import make_optimizer, reset_moments, schedule
 from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.learner.train_step import Teacher, init_state, make_logprobs, make_train_step
 from jaxrl_llm.models import attention, lora
+from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants
 from jaxrl_llm.parallel import sharding
@@ -93,7 +94,14 @@ def with_teacher(learner: Learner) -> Learner:
     expected = f"the run's {len(own)} tokens, of which {len(own.items() & known.items())} are the same"
     expect(known == own, "teacher()'s tokenizer", f"{len(known)} tokens", expected)
     logprobs = make_logprobs(model, learner.config.rollout.temperature, learner.config.learner.logprob_chunk)
-    return replace(learner, teacher=Teacher(model, load(learner.mesh)), teacher_logprobs=logprobs)
+    params = lora.frozen(model, load(learner.mesh))
+    return replace(learner, teacher=Teacher(model, params), teacher_logprobs=logprobs)
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def reference_of(model: ModelConfig, params: Any, quantized: str = "") -> Any:
+    """What a reference policy keeps of the parameters, see `lora.frozen`: a copy, as steps donate the policy's own."""
+    return lora.frozen(model, jax.tree.map(jnp.copy, params), quantized)
 
 
 def fresh_state(learner: Learner, base: Any = None) -> TrainState:
@@ -103,7 +111,8 @@ def fresh_state(learner: Learner, base: Any = None) -> TrainState:
     params = state.params
     value = None if learner.critic is None else learner.critic.init(params)
     memory = None if a.memory is None else call(a.memory, {"n_prompts": len(learner.task.train)})
-    reference = jax.tree.map(jnp.copy, params) if a.needs_reference and a.kl_refresh else None  # a step donates them
+    kept = config.model, params, config.learner.reference_dtype
+    reference = reference_of(*kept) if a.needs_reference and a.kl_refresh else None
     return TrainState(params, state.opt_state, state.step, value, memory, reference)
 
 
@@ -292,7 +301,7 @@ def update(learner: Learner, state: TrainState, batch: Batch) -> tuple[TrainStat
         taken.append(m)
     reference = state.reference
     if reference is not None and int(policy.step) % a.kl_refresh < len(taken):  # these steps passed a multiple of it
-        reference = jax.tree.map(jnp.copy, policy.params)
+        reference = reference_of(config.model, policy.params, config.learner.reference_dtype)
     return replace(policy, critic=state.critic, memory=state.memory, reference=reference), _over_steps(taken)
 
 

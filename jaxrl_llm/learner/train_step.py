@@ -67,10 +67,20 @@ def state_shardings(config: ModelConfig, tx: Tx, mesh: Mesh) -> TrainState:
 
 
 def train_state_shardings(tx: Tx, shapes: Any, params: Any, mesh: Mesh) -> TrainState:
-    """Shardings of a train state, given its parameters': Adam's moments have theirs, counters are on every device."""
+    """Shardings of a train state, given its parameters': moments have theirs, those that Adafactor has averaged over an
+    axis have that of the others; all else is on every device.
+    """
     replicated, moments = NamedSharding(mesh, PartitionSpec()), jax.eval_shape(tx.init, shapes)
-    replicate, like = lambda _: replicated, lambda _, param: param
-    moments = optax.tree_utils.tree_map_params(tx, like, moments, params, transform_non_params=replicate)
+
+    def like(moment: Any, of_param: NamedSharding, param: Any) -> NamedSharding:
+        axes = (*of_param.spec, *(None,) * (param.ndim - len(of_param.spec)))
+        for i in range(param.ndim):  # axes of one size may be taken for each other, whose splits divide it all the same
+            if moment.shape == param.shape[:i] + param.shape[i + 1 :]:
+                return NamedSharding(mesh, PartitionSpec(*axes[:i], *axes[i + 1 :]))
+        return of_param if moment.shape == param.shape else replicated
+
+    of_rest = {"transform_non_params": lambda _: replicated}
+    moments = optax.tree_utils.tree_map_params(tx, like, moments, params, shapes, **of_rest)
     return TrainState(params, moments, replicated)
 
 

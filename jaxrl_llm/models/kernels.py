@@ -8,6 +8,7 @@ Logits, softmax and sums are in fp32. N and M − N are multiples of `unit`, whi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -156,7 +157,19 @@ def _splash(q: Array, k: Array, v: Array, segments: Array) -> Array:
         mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=platform() == "cpu"
     )
     one = lambda q, k, v, ids: kernel(q, k, v, splash.SegmentIds(ids[m - n :], ids))
-    return jax.vmap(one)(*(x.swapaxes(1, 2) for x in (q, k, v)), segments).swapaxes(1, 2)
+    return _saved_at_once(jax.vmap(one), *(x.swapaxes(1, 2) for x in (q, k, v)), segments).swapaxes(1, 2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _saved_at_once(f: Callable, *x: Array) -> Array:
+    """f(*x), with what its backward pass needs ready before the result is used.
+
+    Splash writes log Σ exp 128 times over. XLA would keep all of that until the backward pass and take the one there.
+    """
+    return f(*x)
+
+
+_saved_at_once.defvjp(lambda f, *x: jax.lax.optimization_barrier(jax.vjp(f, *x)), lambda f, back, slope: back(slope))
 
 
 def _like_keys(q: Array, k: Array) -> Array:

@@ -64,7 +64,10 @@ def merged(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
     return {**params, "layers": jax.vmap(partial(merged_layer, config))(params["layers"])}
 
 
-def frozen(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters that are not trained, in the dtypes in which they are computed with: nothing of a result is lost."""
-    dtype = lambda path: transformer.compute_dtype(config, path[0].key, path[-1].key)
-    return jax.tree_util.tree_map_with_path(lambda path, x: x.astype(dtype(path)), params)
+def frozen(config: ModelConfig, params: dict[str, Any], quantized: str = "") -> dict[str, Any]:
+    """Parameters that are not trained, in the dtypes in which they are computed with: nothing of a result is lost.
+
+    quantized: int8 or int4, for the matrices of a model without LoRA: something is.
+    """
+    one = lambda path, x, axes=(): transformer.kept(config, path, x, quantized, axes)
+    return jax.tree_util.tree_map_with_path(one, params, *([transformer.logical_axes(config)] if quantized else []))

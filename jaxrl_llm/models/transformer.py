@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.moe import MoE
+from jaxrl_llm.models.quantize import Quantized, dequantized, quantize, shared_axes
 from jaxrl_llm.models.shape import LoRA
 from jaxrl_llm.models.shape import ModelConfig as ModelConfig
 from jaxrl_llm.models.shape import RopeScaling as RopeScaling
@@ -179,7 +180,8 @@ class Transformer(nnx.Module):
         graph, layers = nnx.split(self.layers)
 
         def block(x: Array, inputs: tuple[Any, Array | None]) -> tuple[Array, Array | None]:
-            x, _, logits = nnx.merge(graph, inputs[0])(x, angles, attend, None, inputs[1])
+            layer = nnx.merge(graph, dequantized(inputs[0], self.config.dtype))  # one layer at a time
+            x, _, logits = layer(x, angles, attend, None, inputs[1])
             return x, logits
 
         by_layer = None if replay is None else jnp.moveaxis(replay, 2, 0)
@@ -187,12 +189,14 @@ class Transformer(nnx.Module):
         return self.norm(x), None if logits is None else jnp.moveaxis(logits, 0, 2)
 
     def embedded(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N D"]:
-        return constrain(self.embed[...][tokens].astype(self.config.dtype), "batch")
+        rows = jax.tree.map(lambda x: x[tokens], self.embed.get_value())  # of a quantized one also its scales
+        return constrain(dequantized(rows, self.config.dtype).astype(self.config.dtype), "batch")
 
     def head_matrix(self) -> Float[Array, "D V"]:
         """The output projection, in the dtype in which its product is taken."""
-        head = self.embed[...].T if self.config.tied_head else self.head[...]
-        return head.astype(jnp.float32 if self.config.fp32_head else self.config.dtype)
+        dtype = compute_dtype(self.config, "head", "head")
+        head = dequantized((self.embed if self.config.tied_head else self.head).get_value(), dtype).astype(dtype)
+        return head.T if self.config.tied_head else head
 
 
 def split(config: ModelConfig) -> nnx.GraphDef:
@@ -211,6 +215,16 @@ def compute_dtype(config: ModelConfig, first: str, last: str) -> str:
     if last in ("scale", "router") or (first in ("embed", "head") and config.fp32_head):
         return "float32"
     return config.dtype
+
+
+def kept(
+    config: ModelConfig, path: Any, x: Array, quantized: str = "", axes: tuple[str, ...] = ()
+) -> Array | Quantized:
+    """A parameter that does not learn: in its compute dtype, or a matrix in int8 or int4. axes: their names."""
+    first, last = path[0].key, path[-1].key
+    if quantized and not last.endswith(("bias", "scale", "router")):
+        return quantize(x, shared_axes(axes), quantized)
+    return x.astype(compute_dtype(config, first, last))
 
 
 def logical_axes(config: ModelConfig) -> dict[str, Any]:

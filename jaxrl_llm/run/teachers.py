@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import config as configs
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.data.tokenizers import Tokenizer
+from jaxrl_llm.models import hf
 from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.types import expect
 
@@ -33,3 +34,13 @@ def run(folder: str = "") -> tuple[ModelConfig, Tokenizer, Callable]:
         return lora.joined(frozen, found.state.params)
 
     return config.model, tokenizers.load(path / "tokenizer"), parameters
+
+
+def checkpoint(source: str = "", dtype: str = "bfloat16") -> tuple[ModelConfig, Tokenizer, Callable]:
+    """A checkpoint in Hugging Face's format: a folder, or OWNER/NAME of the hub; computed in this dtype and kept in it.
+
+    Raises ValueError as models/hf.py does.
+    """
+    expect(source, "teacher.source", source, "a folder, or OWNER/NAME of the hub (--set teacher.source=…)")
+    model = hf.model(source, dtype=dtype)
+    return model, tokenizers.load(source), lambda mesh: hf.load(model, mesh, source, dtype)

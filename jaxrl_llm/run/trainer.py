@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import tokenizers
+from jaxrl_llm.learner import learner as learners
 from jaxrl_llm.learner.learner import Learner, build, fresh_state, learn_batch, update, update_critic, with_teacher
 from jaxrl_llm.learner.optim import updates_applied
 from jaxrl_llm.models.shape import ModelConfig
@@ -165,7 +165,8 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
             learner = replace(learner, base=base if config.model.lora else None)
             state, at = fresh_state(learner, base), Position()
             if a.needs_reference and state.reference is None:
-                learner = replace(learner, ref_params=jax.tree.map(jnp.copy, state.params))
+                kept = config.model, state.params, config.learner.reference_dtype
+                learner = replace(learner, ref_params=learners.reference_of(*kept))
             if resume and (found := checkpoints.restore(state, print)):
                 bases.check(learner.base, found.host, out)
                 state, at = found.state, Position.from_json(found.step, found.host)

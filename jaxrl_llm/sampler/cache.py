@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.attention import MASKED, Attend
-from jaxrl_llm.sampler.quantize import Quantized, quantize
+from jaxrl_llm.models.quantize import Quantized, quantize
 
 KEYS_WIDTH, KEYS_TOKENS = 2, 3  # axes of keys [·,K,C,tokens]
 VALUES_WIDTH, VALUES_TOKENS = 3, 2  # axes of values [·,K,tokens,C]

@@ -17,11 +17,11 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxrl_llm.models import attention, lora, moe, transformer
 from jaxrl_llm.models.logprobs import tempered_logits
+from jaxrl_llm.models.quantize import dequantized
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel.sharding import constrain
 from jaxrl_llm.sampler import cache
 from jaxrl_llm.sampler.cache import KEYS_TOKENS, KEYS_WIDTH, VALUES_TOKENS, VALUES_WIDTH, Cached, token_capacity
-from jaxrl_llm.sampler.quantize import dequantized
 from jaxrl_llm.sampler.sampling import Draw, sample
 
 KeysValues = tuple[cache.Layer, ...]

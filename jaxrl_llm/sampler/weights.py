@@ -10,9 +10,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import lora, transformer
+from jaxrl_llm.models.quantize import Quantized
 from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.sampler.quantize import Quantized, quantize
 
 QUANTIZED = ("int8", "int4")
 
@@ -27,15 +27,6 @@ class SamplerWeights:
     @property
     def bytes(self) -> int:
         return sum(x.nbytes for x in jax.tree.leaves(self.params))
-
-
-def _shared(axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Axes of a matrix along which quantized numbers share a scale: those summed over; of the embedding its width."""
-    if axes[0] == "embed":
-        return (0,)
-    if axes[0] == "expert":
-        return (1,)
-    return (len(axes) - 1,) if axes[0] == "vocab" else tuple(range(len(axes) - 1))
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
@@ -55,11 +46,11 @@ def _unstack(config: ModelConfig, params: Any, mesh: Mesh | None, quantized: str
     pin = lambda x, spec: x if mesh is None else jax.lax.with_sharding_constraint(x, sharded(spec))
 
     def one(path: Any, names: tuple[str, ...], x: jax.Array) -> Any:
-        spec, shared = whole(names), _shared(names)
-        if quantized and not path[-1].key.endswith(("bias", "scale", "router")):
-            q = quantize(x, shared, quantized)
-            return Quantized(pin(q.x, spec), pin(q.scale, [None if i in shared else m for i, m in enumerate(spec)]))
-        return pin(x.astype(transformer.compute_dtype(config, path[0].key, path[-1].key)), spec)
+        spec, x = whole(names), transformer.kept(config, path, x, quantized, names)
+        if isinstance(x, Quantized):
+            split = [None if size == 1 else m for size, m in zip(x.scale.shape, spec, strict=True)]
+            return Quantized(pin(x.x, spec), pin(x.scale, split))
+        return pin(x, spec)
 
     return jax.tree_util.tree_map_with_path(one, axes, params, is_leaf=is_axes)
 

@@ -300,6 +300,28 @@ def test_a_good_config_passes_and_comes_back_itself():
     validate(assign("rollout.top_k=5", "rollout.top_p=0.9", "rollout.allow_filtered=True"))
 
 
+@pytest.mark.parametrize("optimizer", ["optimizer", "prime.optimizer"])
+@pytest.mark.parametrize("unread", ["b1=0.8", "b2=0.999", "eps=1e-7", "moments_dtype=bfloat16"])
+def test_what_adafactor_does_not_read_is_not_to_be_changed(optimizer, unread):
+    validate(assign(f"{optimizer}.{unread}"))
+    name = re.escape(unread.partition("=")[0])
+    with pytest.raises(
+        ValueError, match=rf"^{optimizer}\.{name} is .*; expected .*, as it was: Adafactor does not read"
+    ):
+        validate(assign(f"{optimizer}.{unread}", f"{optimizer}.kind=adafactor"))
+    validate(assign(f"{optimizer}.kind=adafactor", f"{optimizer}.weight_decay=0.1"))
+
+
+def test_an_8_bit_reference_needs_a_reference_of_its_own():
+    refused = "learner.reference_dtype is 'int8'; expected '' with LoRA, whose base is the reference, or without a KL"
+    with pytest.raises(ValueError, match=refused):
+        validate(assign("learner.reference_dtype=int8"))
+    fine = assign("learner.reference_dtype=int8", "algorithm.kl=k3", "algorithm.kl_coef=0.1")
+    validate(fine)
+    with pytest.raises(ValueError, match=refused):
+        validate(assign('model.lora={"rank": 2}', config=fine))
+
+
 def test_slots_have_to_divide_among_the_devices_and_prompts_need_not():
     with pytest.raises(ValueError, match=r"rollout.slots is 3; expected a multiple of mesh.data × mesh.fsdp = 2"):
         validate(assign("mesh.data=2", "rollout.slots=3"))

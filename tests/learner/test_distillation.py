@@ -109,6 +109,13 @@ def test_a_teacher_with_other_tokens_is_refused():
         learner.with_teacher(made)
 
 
+def test_a_teacher_is_kept_as_it_is_computed_with(monkeypatch):
+    monkeypatch.setitem(globals(), "TEACHER", replace(TEACHER, dtype="bfloat16"))
+    params = build(ALGORITHMS["opd"])[0].teacher.params
+    assert params["layers"]["mlp"]["gate"].dtype == jnp.bfloat16
+    assert params["embed"].dtype == params["norm"]["scale"].dtype == jnp.float32  # the head is in float32
+
+
 def test_the_unbiased_kl_takes_the_old_policy_s_log_probs():
     a = replace(PLAIN, kl="k3", kl_coef=0.4, kl_unbiased=True)
     rng = np.random.default_rng(0)

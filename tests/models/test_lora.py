@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from jaxrl_llm.models import attention, lora, transformer
+from jaxrl_llm.models.quantize import dequantized
 from jaxrl_llm.models.transformer import LoRA, ModelConfig
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler import weights
-from jaxrl_llm.sampler.quantize import dequantized
 
 BASE = ModelConfig(13, 2, 12, 4, 2, 6, 20, qkv_bias=True, qk_norm=True, remat="none")
 MODEL = replace(BASE, lora=LoRA(rank=3, alpha=7.5))

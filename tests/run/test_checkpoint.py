@@ -1,7 +1,9 @@
 """Checkpoints: what is saved comes back to the bit, and a damaged one gives way to the one before."""
 
+import contextlib
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.learner.optim import make_optimizer
+from jaxrl_llm.learner.train_step import apply_gradients, first_state
+from jaxrl_llm.models.quantize import quantize
 from jaxrl_llm.run import checkpoint
 from jaxrl_llm.run.checkpoint import Checkpoints, Damaged, checksums
-from jaxrl_llm.types import TrainState
+from jaxrl_llm.types import Optimizer, TrainState
 
 
 def state(seed):
@@ -316,3 +321,19 @@ def test_a_checksum_feels_every_bit_and_place_but_not_the_sharding():
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"))
     w = jax.random.normal(jax.random.key(0), (16, 6))
     assert one(jax.device_put(w, NamedSharding(mesh, PartitionSpec("data", "fsdp")))) == one(w)
+
+
+@pytest.mark.parametrize("fields", [{"moments_dtype": "bfloat16"}, {"kind": "adafactor"}], ids=str)
+def test_an_optimiser_goes_on_bit_for_bit(tmp_path, fields):
+    """With a reference in 8 bits beside it, as `kl_refresh` has one."""
+    tx = make_optimizer(Optimizer(lr=0.1, **fields), 9)
+    grads = lambda i: {"w": jax.random.normal(jax.random.key(i), (130, 128)), "b": jnp.arange(3.0) + i}
+    update = jax.jit(lambda state, g: apply_gradients(tx, state, g, 1.0, jnp.ones(1))[0])
+    fresh = replace(first_state(tx, grads(9)), reference=quantize(grads(9)["w"], 0))
+    before = update(update(fresh, grads(0)), grads(1))
+    with contextlib.closing(Checkpoints(tmp_path / "run")) as checkpoints:
+        checkpoints.save(2, before, {})
+        checkpoints.wait()
+        restored = checkpoints.restore(jax.tree.map(jnp.zeros_like, fresh), pytest.fail).state
+    same(restored, before)
+    same(update(restored, grads(2)), update(before, grads(2)))

@@ -12,6 +12,7 @@ from cases import CONFIG
 
 from jaxrl_llm import config
 from jaxrl_llm.config import Evaluation
+from jaxrl_llm.models import hf
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.run import teachers, trainer
@@ -54,6 +55,18 @@ def test_a_run_learns_from_it_and_is_evaluated_without_it(teacher, tmp_path):
     assert config.override(read, "teacher.folder=other").teacher.keywords == {"folder": "other"}
     shutil.rmtree(there)
     assert trainer.load_policy(out)[2] == 2
+
+
+def test_a_checkpoint_in_hugging_face_s_format_is_the_same_teacher(teacher, tmp_path):
+    learner, state, _ = trainer.load_state(teacher)
+    hf.export(state.params, learner.config.model, learner.tokenizer, tmp_path / "out", "float32")
+    model, tokenizer, load = teachers.checkpoint(str(tmp_path / "out"), dtype="float32")
+    assert (model.mlp_width, model.dtype, tokenizer.hf.get_vocab()) == (48, "float32", learner.tokenizer.hf.get_vocab())
+    jax.tree.map(np.testing.assert_array_equal, load(learner.mesh), state.params)
+    short = teachers.checkpoint(str(tmp_path / "out"))[2](learner.mesh)
+    assert (short["embed"].dtype, short["norm"]["scale"].dtype) == (np.dtype("bfloat16"), np.dtype("float32"))
+    with pytest.raises(ValueError, match=r"teacher.source is ''; expected a folder, or OWNER/NAME"):
+        trainer.train(replace(distilling(teacher), teacher=teachers.checkpoint), tmp_path / "none")
 
 
 @pytest.mark.parametrize("name", ["opd", "opd_sampled"])

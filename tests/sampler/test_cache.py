@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.quantize import Quantized, dequantized, quantize
 from jaxrl_llm.sampler import cache
 from jaxrl_llm.sampler.cache import KEYS_WIDTH, VALUES_WIDTH, View
-from jaxrl_llm.sampler.quantize import Quantized, dequantized, quantize
 
 R, L, S, N, T, TOKENS, H, K, C = 3, 3, 6, 5, 6, 5, 4, 2, 8
 PREFIX = np.array([3, 0, 6])  # 0: a prompt of one token

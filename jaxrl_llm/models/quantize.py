@@ -26,6 +26,17 @@ def quantize(x: Float[Array, "*n"], axes: int | tuple[int, ...], dtype: str = "i
     return Quantized(jnp.round(x / scale).astype(dtype), scale)
 
 
+def shared_axes(axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Of a matrix, whose axes have these names, those along which quantized numbers share a scale: those that a product
+    sums over, or of the embedding its width.
+    """
+    stacked = int(axes[0] == "layers")
+    first, last = axes[stacked], len(axes) - 1
+    if first in ("embed", "expert"):
+        return (stacked + (first == "expert"),)
+    return (last,) if first == "vocab" else tuple(range(stacked, last))
+
+
 def dequantized(tree: Any, dtype: Any) -> Any:
     """The tree with arrays in the place of Quantized ones, in `dtype`."""
     restore = lambda x: (x.x.astype(jnp.float32) * x.scale).astype(dtype) if isinstance(x, Quantized) else x
