@@ -153,10 +153,13 @@ def _splash(q: Array, k: Array, v: Array, segments: Array) -> Array:
         **{f"block_kv{of}": columns for of in ("", "_compute", "_dkv", "_dkv_compute", "_dq")},
     )
     mask = splash.MultiHeadMask([splash.CausalMask((n, m), offset=m - n)])  # one for all heads
-    kernel = splash.make_splash_mha(
-        mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=platform() == "cpu"
-    )
-    one = lambda q, k, v, ids: kernel(q, k, v, splash.SegmentIds(ids[m - n :], ids))
+
+    def one(q: Array, k: Array, v: Array, ids: Array) -> Array:
+        kernel = splash.make_splash_mha(
+            mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=platform() == "cpu"
+        )
+        return kernel(q, k, v, splash.SegmentIds(ids[m - n :], ids))
+
     return _saved_at_once(jax.vmap(one), *(x.swapaxes(1, 2) for x in (q, k, v)), segments).swapaxes(1, 2)
 
 
