@@ -16,6 +16,7 @@ from jaxrl_llm.config import Config, Evaluation, Stage
 from jaxrl_llm.config.values import unbound
 from jaxrl_llm.data import templates
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.quantize import dequantized
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.run import sft, trainer
 
@@ -186,5 +187,6 @@ def test_three_steps_move_the_policy(name, bases, tmp_path, monkeypatch, request
             base = sft.prime(shrunk, tmp_path / "base", learner.mesh, lambda: 0)
         begun = trainer.make_engine(learner, base)
     distance = lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max())
-    moved = jax.tree.map(distance, engine.weights.params, begun.weights.params)
+    now, then = (dequantized(e.weights.params, np.float32) for e in (engine, begun))
+    moved = jax.tree.map(distance, now, then)
     assert 0 < max(jax.tree.leaves(moved)) < 0.1
