@@ -23,6 +23,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 # jax reads the environment when it starts, hence only now.
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -40,6 +41,15 @@ install_import_hook(
     [f"jaxrl_llm.{name}" for name in MODULES],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_forgotten():
+    """A compiled program keeps pieces of the address space, of which Linux gives a process 65,530: then XLA crashes."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
 
 
 LONG = ("test_sharding.py", "test_slots.py", "test_engine.py", "test_modes.py", "test_resume.py", "test_cli.py")
