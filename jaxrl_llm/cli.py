@@ -203,8 +203,9 @@ def export(run: File, out: File, step: int | None = None, dtype: Literal["bfloat
     from jaxrl_llm.run import trainer
 
     learner, state, step = trainer.load_state(run, step)
-    params, model = lora.merged(learner.config.model, learner.whole(state.params)), lora.without(learner.config.model)
-    hf.export(params, model, learner.tokenizer, out, dtype)
+    model = learner.config.model
+    params = lora.merged(model, learner.whole(state.params), dtype)
+    hf.export(params, lora.without(model), learner.tokenizer, out, dtype)
     if warning := tokenizers.misread(out, learner.tokenizer):
         print(warning, file=sys.stderr)
     print(f"{out}: {run} at step {step}, {model.n_params:,} parameters in {dtype}")

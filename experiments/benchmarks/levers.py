@@ -35,9 +35,8 @@ from jaxrl_llm.models.presets import PRESETS  # noqa: E402
 from jaxrl_llm.models.transformer import LoRA, ModelConfig  # noqa: E402
 from jaxrl_llm.objective import losses  # noqa: E402
 from jaxrl_llm.objective.algorithms import ALGORITHMS  # noqa: E402
-from jaxrl_llm.run import evals, trainer  # noqa: E402
-from jaxrl_llm.run.checkpoint import Checkpoints  # noqa: E402
-from jaxrl_llm.types import LENGTH, Batch, Optimizer, Prompt, Rollouts, TrainState  # noqa: E402
+from jaxrl_llm.run import evals, sft, trainer  # noqa: E402
+from jaxrl_llm.types import LENGTH, Batch, Optimizer, Prompt, Rollouts  # noqa: E402
 
 MIB = 2**20
 # Of the compiler's back end, which works when buffers are assigned: the figures are the same in a third of the time
@@ -113,11 +112,11 @@ def reference(work: Work, kept: str | None) -> tuple[float, float]:
 
 def moved(run: Path, problems: int = 256) -> None:
     """Print how far the log-probs of a run's base policy move when it is kept in few bits, and the KL that this is."""
-    made = learner.build(configs.load(run))
+    config = configs.load(run)
+    made = learner.build(replace(config, model=lora.without(config.model)))  # a base has no adapters
     config, model = made.config, made.config.model
     with jax.set_mesh(made.mesh):
-        like, base = learner.fresh_state(made).params, Checkpoints(run / "base" / "checkpoints", read_only=True)
-        params = base.restore(TrainState(like, None, None), print, partial=True).state.params
+        params = sft.load(config, run / "base", made.mesh)
         asked = {"seed": config.seed, "max_prompt_tokens": config.rollout.max_prompt_tokens}
         engine = trainer.make_engine(made, params)
         drawn = evals.evaluate(engine, made.task, problems=problems, samples=1, **asked)[1]

@@ -150,6 +150,8 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     if isinstance(value, str) and ":" in value and any(map(is_function, (hint, *args))):
         return function(value, None)
     if origin in (typing.Union, types.UnionType):
+        if isinstance(value, Mapping) and (whole := [a for a in args if is_dataclass(a)]):
+            return coerce(whole[0], value, where)  # whose error says which of its fields
         for option in sorted(args, key=lambda a: a is not type(value)):
             try:
                 return coerce(option, value, where)

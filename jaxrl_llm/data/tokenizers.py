@@ -137,14 +137,17 @@ def misread(folder: Path, tokenizer: Tokenizer) -> str:
     """
     from transformers import AutoTokenizer
 
-    found = AutoTokenizer.from_pretrained(folder)
-    text = tokenizer.decode([i for i in range(min(tokenizer.size, 10_000)) if i not in tokenizer.hf.all_special_ids])
+    special, expected = set(tokenizer.hf.all_special_ids), "load it with transformers.PreTrainedTokenizerFast"
+    text = tokenizer.decode([i for i in range(min(tokenizer.size, 10_000)) if i not in special])
+    try:
+        found = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever transformers raises
+        return f"{folder}: AutoTokenizer cannot read its tokenizer ({type(error).__name__}); {expected}"
     try:
         same = found.get_vocab() == tokenizer.hf.get_vocab()
         same = same and found.encode(text, add_special_tokens=False) == tokenizer.encode(text)
     except Exception:  # of the tokenizers library
         same = False
-    expected = "load it with transformers.PreTrainedTokenizerFast"
     return "" if same else f"{folder}: AutoTokenizer takes its tokenizer for a {type(found).__name__}; {expected}"
 
 

@@ -30,7 +30,8 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
     """Clip by global norm, then AdamW, or Adafactor without momentum and parameter scaling (1804.04235).
 
     Either adds lr·weight_decay·parameter. Adafactor keeps sums over rows and columns in the place of the squared
-    gradients of each matrix whose two longest axes have 128 places or more, and bounds a step's root mean square by lr.
+    gradients of each matrix whose two longest axes have 128 places or more, and bounds by lr the
+    root mean square of a step of each parameter, all layers of it together, before weight decay.
     """
     c, rate = config, schedule(config, steps)
     if c.kind == "adafactor":

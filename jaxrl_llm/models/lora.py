@@ -43,25 +43,33 @@ def joined(frozen: Any, trained: Any) -> Any:
     return frozen | {name: joined(frozen.get(name), x) for name, x in trained.items()}
 
 
-def merged_layer(config: ModelConfig, layer: dict[str, Any]) -> dict[str, Any]:
-    """One layer's W + (α/r)·A·B in float32, without its adapters; what has none stays as it is."""
+def merged_layer(config: ModelConfig, layer: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
+    """One layer's W + (α/r)·A·B, computed in float32, without its adapters; what has none stays as it is."""
     if (c := config.lora) is None:
         return layer
 
     def one(name: str, x: Any) -> Any:
         if isinstance(x, dict):
-            return merged_layer(config, x)
+            return merged_layer(config, x, dtype)
         if f"{name}_a" not in layer:
             return x
         a, b = (layer[f"{name}_{x}"].astype(jnp.float32) for x in "ab")
-        return x.astype(jnp.float32) + c.alpha / c.rank * jnp.tensordot(a, b, 1, precision="highest")
+        return (x.astype(jnp.float32) + c.alpha / c.rank * jnp.tensordot(a, b, 1, precision="highest")).astype(dtype)
 
     return {name: one(name, x) for name, x in layer.items() if name not in _adapters(c)}
 
 
-def merged(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the model without LoRA that computes the same."""
-    return {**params, "layers": jax.vmap(partial(merged_layer, config))(params["layers"])}
+@partial(jax.jit, static_argnames=("config", "dtype"))
+def _merged(config: ModelConfig, layers: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Layer by layer, or all of them would exist in float32."""
+    return jax.lax.map(partial(merged_layer, config, dtype=dtype), layers)
+
+
+def merged(config: ModelConfig, params: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
+    """The parameters of the model without LoRA that computes the same; what is merged is in this dtype."""
+    if config.lora is None:
+        return params
+    return {**params, "layers": _merged(config, params["layers"], dtype)}
 
 
 def frozen(config: ModelConfig, params: dict[str, Any], quantized: str = "") -> dict[str, Any]:

@@ -22,7 +22,7 @@ class LoRA:
 
     rank: int = 16
     alpha: float = 32.0  # what the thin matrices add is scaled by alpha / rank
-    targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # in a mixture of experts the first four
+    targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")  # of a mixture of experts only the first four
 
 
 @dataclass(frozen=True)

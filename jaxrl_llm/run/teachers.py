@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 from jaxrl_llm import config as configs
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.data.tokenizers import Tokenizer
-from jaxrl_llm.models import hf
 from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.types import expect
 
@@ -41,6 +40,8 @@ def checkpoint(source: str = "", dtype: str = "bfloat16") -> tuple[ModelConfig, 
 
     Raises ValueError as models/hf.py does.
     """
+    from jaxrl_llm.models import hf  # the decoder, which `jaxrl show` does not wait for
+
     expect(source, "teacher.source", source, "a folder, or OWNER/NAME of the hub (--set teacher.source=…)")
     model = hf.model(source, dtype=dtype)
     return model, tokenizers.load(source), lambda mesh: hf.load(model, mesh, source, dtype)

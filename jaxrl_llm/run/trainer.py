@@ -165,8 +165,9 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
             learner = replace(learner, base=base if config.model.lora else None)
             state, at = fresh_state(learner, base), Position()
             if a.needs_reference and state.reference is None:
-                kept = config.model, state.params, config.learner.reference_dtype
-                learner = replace(learner, ref_params=learners.reference_of(*kept))
+                made = learners.reference_of(config.model, state.params, config.learner.reference_dtype)
+                learner = replace(learner, ref_params=made)
+            base = None  # or its parameters would lie beside those that a checkpoint restores
             if resume and (found := checkpoints.restore(state, print)):
                 bases.check(learner.base, found.host, out)
                 state, at = found.state, Position.from_json(found.step, found.host)
@@ -195,11 +196,13 @@ def _loop(
     if config.rollout.servers or config.init:
         probe.prove(learner, engine, params)
 
+    base = checksums(learner.base, {})  # with LoRA the adapters are nothing without it
+
     def save(wait: bool) -> None:
         if at.step and at.step not in checkpoints.steps():
             host = mode.settled(at, wait).to_json()
             host |= {"seed": config.seed, "config": configs.to_json(config), "machine": folder.machine()}
-            host |= {"base": checksums(learner.base, {})}  # with LoRA the adapters are nothing without it
+            host |= {"base": base}
             checkpoints.save(at.step, state, host)
 
     try:
@@ -304,7 +307,7 @@ def _with_own_tokenizer(config: Config, run: Path) -> Config:
 def load_state(run: Path, step: int | None = None) -> tuple[Learner, TrainState, int]:
     """A run's learner, which samples in this process, and its newest checkpoint, or that of `step`, with its step.
 
-    Step 0 is the base policy, and the newest one until a checkpoint is made.
+    Step 0, of a run with `prime`, is its base policy, and the newest one until a checkpoint is made.
     """
     expect(run.is_dir(), "run", str(run), "the folder of a run")
     config, warn = configs.load(run), lambda text: print(text, file=sys.stderr)
@@ -313,7 +316,7 @@ def load_state(run: Path, step: int | None = None) -> tuple[Learner, TrainState,
     learner = build(replace(_with_own_tokenizer(config, run), rollout=replace(config.rollout, servers=())))
     with jax.set_mesh(learner.mesh):
         checkpoints = Checkpoints(run / "checkpoints", read_only=True)
-        found = checkpoints.restore(fresh_state(learner), warn, step)
+        found = None if step == 0 else checkpoints.restore(fresh_state(learner), warn, step)
         primed = found is None and step in (None, 0) and (run / "base").is_dir()  # by `jaxrl sft`, or before step 1
         if found is None and not primed:
             which = "checkpoint" if step is None else f"checkpoint of step {step} among {checkpoints.steps()}"

@@ -190,7 +190,8 @@ def test_an_int_becomes_a_float_where_one_is_wanted():
         ("model=none", ["model", "None", "ModelConfig"]),
         ("algorithm.kl=k9", ["algorithm.kl", "'k9'", "k3+"]),
         ("model.lora.rank=8", ["model.lora.rank", "'rank'", "None"]),
-        ("model.lora={'rnk': 8}", ["model.lora", "{'rnk': 8}", "LoRA | None"]),
+        ("model.lora={'rnk': 8}", ["model.lora.rnk", "'rnk'", "LoRA", "'rank'"]),
+        ("model.lora={'rank': 'x'}", ["model.lora.rank", "'x'", "int"]),
         ("optimizer={'lrate': 1.0}", ["optimizer.lrate", "'lrate'", "Optimizer", "'lr'"]),
     ],
 )

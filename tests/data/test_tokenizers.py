@@ -302,6 +302,16 @@ def test_a_tokenizer_is_what_its_file_says_whatever_the_model(tokenizer, in_qwen
     assert "AutoTokenizer takes its tokenizer for a Qwen2Tokenizer" in tokenizers.misread(folder, tokenizer)
 
 
+def test_a_tokenizer_that_autotokenizer_cannot_read_at_all(tokenizer, in_qwen2, monkeypatch):
+    import transformers
+
+    def fails(folder):
+        raise KeyError(folder)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fails)
+    assert "AutoTokenizer cannot read its tokenizer (KeyError)" in tokenizers.misread(in_qwen2(tokenizer), tokenizer)
+
+
 def test_byte_pairs_are_a_qwen2_tokenizer_to_others_too(pairs, in_qwen2):
     folder = in_qwen2(pairs)
     assert load(folder).hf.get_vocab() == pairs.hf.get_vocab()
