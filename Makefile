@@ -43,7 +43,7 @@ lint: .venv/dev
 	touch $@
 
 .venv/dev: .venv/serve
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[data,dev]'
 	touch $@
 
 .venv/torch: .venv/dev

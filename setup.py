@@ -35,6 +35,7 @@ setup(
         "cuda": ["jax[cuda13]>=0.10.2"],
         "serve": ["google-jetstream==0.2.2"],
         "torch": ["torch"],
+        "data": ["array_record", "bm25s", "grain", "math-verify", "pyarrow", "rensa", "tensorflow-datasets"],
         "dev": ["beartype", "hypothesis", "import-linter", "pytest", "pytest-xdist", "ruff"],
     },
     entry_points={"console_scripts": ["jaxrl=jaxrl_llm.cli:main"]},

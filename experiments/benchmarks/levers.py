@@ -27,6 +27,7 @@ import numpy as np  # noqa: E402
 import tyro  # noqa: E402
 
 from jaxrl_llm import config as configs  # noqa: E402
+from jaxrl_llm.arrays import Batch  # noqa: E402
 from jaxrl_llm.learner import batching, learner, train_step  # noqa: E402
 from jaxrl_llm.learner.optim import make_optimizer  # noqa: E402
 from jaxrl_llm.learner.packing import Division  # noqa: E402
@@ -36,7 +37,7 @@ from jaxrl_llm.models.transformer import LoRA, ModelConfig  # noqa: E402
 from jaxrl_llm.objective import losses  # noqa: E402
 from jaxrl_llm.objective.algorithms import ALGORITHMS  # noqa: E402
 from jaxrl_llm.run import evals, sft, trainer  # noqa: E402
-from jaxrl_llm.types import LENGTH, Batch, Optimizer, Prompt, Rollouts  # noqa: E402
+from jaxrl_llm.types import LENGTH, Optimizer, Prompt, Rollouts  # noqa: E402
 
 MIB = 2**20
 # Of the compiler's back end, which works when buffers are assigned: the figures are the same in a third of the time

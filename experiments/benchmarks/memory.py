@@ -16,6 +16,7 @@ import numpy as np
 import tyro
 from jax.sharding import Mesh
 
+from jaxrl_llm.arrays import Batch, TrainState
 from jaxrl_llm.learner import train_step
 from jaxrl_llm.learner.batching import make_batch, with_weights
 from jaxrl_llm.learner.optim import make_optimizer
@@ -25,7 +26,7 @@ from jaxrl_llm.models.presets import PRESETS
 from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.types import LENGTH, Batch, Optimizer, Prompt, Rollouts, TrainState
+from jaxrl_llm.types import LENGTH, Optimizer, Prompt, Rollouts
 
 DAPO, TX = ALGORITHMS["dapo"], make_optimizer(Optimizer(), 100)
 

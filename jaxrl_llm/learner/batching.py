@@ -9,13 +9,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
+from jaxrl_llm.arrays import AnyArray, Batch, ModelInput, Routing, Rows
 from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.objective.token_weights import token_weights
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.parallel.sharding import constrain
-from jaxrl_llm.types import LENGTH, AnyArray, Batch, ModelInput, Rollouts, Routing, Rows, expect
+from jaxrl_llm.types import LENGTH, Rollouts, expect
 
 WHOLE = Division()
 

@@ -14,13 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from optax import GradientTransformation
 
+from jaxrl_llm.arrays import Batch, ModelInput, TrainState
 from jaxrl_llm.learner import train_step
 from jaxrl_llm.models import lora, transformer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.objective import losses
 from jaxrl_llm.objective.algorithms import Critic
 from jaxrl_llm.parallel import sharding
-from jaxrl_llm.types import Batch, ModelInput, TrainState
 
 
 @dataclass(frozen=True)

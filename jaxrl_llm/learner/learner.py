@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.arrays import Batch, Routing, TrainState
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import curation
 from jaxrl_llm.data.stream import Stream
@@ -31,7 +32,7 @@ from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm, call, wants
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler.groups import ScoredBatch
-from jaxrl_llm.types import Batch, Reward, Rollouts, Routing, Task, TrainState, expect
+from jaxrl_llm.types import Reward, Rollouts, Task, expect
 
 _with_weights = jax.jit(batching.with_weights, static_argnames=("norm", "max_len", "nll", "phase_weights"))
 _explained_variance = jax.jit(critic.explained_variance)

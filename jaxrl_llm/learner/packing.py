@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
+from jaxrl_llm.arrays import Layout, ModelInput, Rows
 from jaxrl_llm.models.shape import ModelConfig
-from jaxrl_llm.types import Layout, ModelInput, Rollouts, Rows, expect
+from jaxrl_llm.types import Rollouts, expect
 
 Bins = list[list[np.ndarray]]  # for each bin its rows, for each row its answers
 

@@ -15,6 +15,7 @@ from jax.lax import stop_gradient
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jaxrl_llm.arrays import Batch, ModelInput, Routing, Rows, TrainState
 from jaxrl_llm.learner.batching import in_order, micro_batches
 from jaxrl_llm.models import attention, lora, moe, transformer
 from jaxrl_llm.models.logprobs import reverse_kl, token_logprobs
@@ -24,7 +25,6 @@ from jaxrl_llm.objective.algorithms import Algorithm, call
 from jaxrl_llm.objective.corrections import mismatch_report
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.parallel.sharding import constrain
-from jaxrl_llm.types import Batch, ModelInput, Routing, Rows, TrainState
 
 Metrics = dict[str, Array]
 Tx = optax.GradientTransformation  # an optimiser

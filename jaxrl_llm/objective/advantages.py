@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
 
+from jaxrl_llm.arrays import AnyArray
 from jaxrl_llm.objective.shared import Mask, Out, log_ratio, masked
-from jaxrl_llm.types import AnyArray, expect
+from jaxrl_llm.types import expect
 
 Rewards = Real[AnyArray, "P G"] | Bool[AnyArray, "P G"]
 Group = Float[Array, "P G"]

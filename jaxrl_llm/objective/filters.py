@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jaxrl_llm.arrays import AnyArray
 from jaxrl_llm.objective.shared import In, Mask, Out, check_clips, log_ratio, masked
-from jaxrl_llm.types import AnyArray, expect
+from jaxrl_llm.types import expect
 
 
 def mixed(correct: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, " P"]:

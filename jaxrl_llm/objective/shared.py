@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Real
 
-from jaxrl_llm.types import AnyArray, expect
+from jaxrl_llm.arrays import AnyArray
+from jaxrl_llm.types import expect
 
 In = Float[AnyArray, "B T"]
 Mask = Bool[AnyArray, "B T"]

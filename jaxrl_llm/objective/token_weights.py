@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.types import AnyArray
+from jaxrl_llm.arrays import AnyArray
 
 NORMS = ("token", "sequence", "prompt", "constant", "otm")
 

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Real
 
-from jaxrl_llm.types import AnyArray, expect
+from jaxrl_llm.arrays import AnyArray
+from jaxrl_llm.types import expect
 
 Lengths, Correct, Rewards = Real[AnyArray, "B"], Bool[AnyArray, "B"], Float[Array, "B"]
 

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from jaxrl_llm.arrays import TrainState
 from jaxrl_llm.learner.train_step import param_shapes
 from jaxrl_llm.models.shape import ModelConfig
-from jaxrl_llm.types import TrainState
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file, and each error that it also raises
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import types
+from jaxrl_llm.arrays import TrainState
 from jaxrl_llm.config import Config, Prime
 from jaxrl_llm.data import curation
 from jaxrl_llm.data.stream import Stream
@@ -36,7 +37,7 @@ from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.run import folder, metrics
 from jaxrl_llm.run.checkpoint import Checkpoints, Damaged, newest_policy
 from jaxrl_llm.run.stopping import Stopped
-from jaxrl_llm.types import Rollouts, Task, TrainState, expect
+from jaxrl_llm.types import Rollouts, Task, expect
 
 LOG_EVERY = 50  # batches
 SAVE_EVERY = 200  # batches

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.arrays import TrainState
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.learner import learner as learners
@@ -34,7 +35,7 @@ from jaxrl_llm.sampler.client import RemoteEngine
 from jaxrl_llm.sampler.decode import LocalEngine, push_weights
 from jaxrl_llm.sampler.groups import ScoredBatch
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.types import LENGTH, Reward, TrainState, expect
+from jaxrl_llm.types import LENGTH, Reward, expect
 
 SURE = 100  # held-out answers, all wrong, after which a base policy is taken to know nothing
 

@@ -15,6 +15,7 @@ import pytest
 
 from jaxrl_llm import cli
 from jaxrl_llm import config as configs
+from jaxrl_llm.arrays import TrainState
 from jaxrl_llm.config import Config, Rollout
 from jaxrl_llm.data import tasks, tokenizers
 from jaxrl_llm.learner import batching
@@ -27,7 +28,7 @@ from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.reports import curves, gap, gap_report
 from jaxrl_llm.reports.gap import Gap, Span, Stats
 from jaxrl_llm.run.checkpoint import Checkpoints
-from jaxrl_llm.types import EOS, LENGTH, Prompt, Rollouts, TrainState
+from jaxrl_llm.types import EOS, LENGTH, Prompt, Rollouts
 
 PROBLEMS, SAMPLES = 5, 3
 CONFIG = Config(

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.arrays import TrainState
 from jaxrl_llm.learner.optim import make_optimizer
 from jaxrl_llm.learner.train_step import apply_gradients, first_state
 from jaxrl_llm.models.quantize import quantize
 from jaxrl_llm.run import checkpoint
 from jaxrl_llm.run.checkpoint import Checkpoints, Damaged, checksums
-from jaxrl_llm.types import Optimizer, TrainState
+from jaxrl_llm.types import Optimizer
 
 
 def state(seed):

@@ -1,0 +1,5 @@
+"""`python -m jaxrl_llm.cli`."""
+
+from jaxrl_llm.cli import main
+
+main()
