@@ -5,32 +5,21 @@ Claim:   the paper: GRPO of a sum gives unlike combinations of rewards the same 
 Command: jaxrl train experiments/gdpo.py
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from laptop_dapo import CONFIG as BASE
 
-from jaxrl_llm.objective.algorithms import ALGORITHMS
-from jaxrl_llm.types import Prompt, Reward, Task
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Shaping, Term
+from jaxrl_llm.types import Prompt
 
 
-def judged(reward: Callable, prompt: Prompt, text: str, finish: str) -> Reward:
-    """The verifier's word in two parts: a right answer, and a step for every operand but the first."""
-    verdict = reward(prompt, text, finish)
-    worked = text.count("=") >= len(prompt.meta["operands"]) - 1
-    return replace(verdict, parts={"correct": verdict.value, "format": float(worked)})
-
-
-def in_parts(task: Callable[[], Task]) -> Task:
-    made = task()
-    return replace(made, reward=partial(judged, made.reward))
+def worked(prompt: Prompt, text: str) -> float:
+    """1 for a step for every operand but the first. Whether the answer is right, a part too, the verifier says."""
+    return float(text.count("=") >= len(prompt.meta["operands"]) - 1)
 
 
 CONFIG = replace(
     BASE,
-    task=partial(in_parts, task=BASE.task),
-    prime=replace(BASE.prime, task=BASE.task),
-    algorithm=ALGORITHMS["gdpo"],
+    algorithm=replace(ALGORITHMS["gdpo"], shaping=Shaping(terms={"format": Term(worked)}, parts=("correct", "format"))),
     optimizer=replace(BASE.optimizer, lr=1e-5),
 )

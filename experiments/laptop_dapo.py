@@ -11,7 +11,7 @@ from functools import partial
 from jaxrl_llm.config import Config, Prime, Rollout, Stage
 from jaxrl_llm.data import tasks
 from jaxrl_llm.models import presets
-from jaxrl_llm.objective.algorithms import ALGORITHMS, Shaping
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Shaping, Term
 from jaxrl_llm.rewards.length import soft_overlong
 from jaxrl_llm.types import Optimizer
 
@@ -23,7 +23,7 @@ CONFIG = Config(
     prime=Prime(stages=(Stage(batches=400, mixture={"clean": 1.0}), Stage(batches=120, mixture=MIXTURE))),
     algorithm=replace(
         ALGORITHMS["dapo"],
-        shaping=Shaping(signed_reward=True, length_reward=partial(soft_overlong, cache_len=16)),  # of 96
+        shaping=Shaping(signed_reward=True, terms={"overlong": Term(partial(soft_overlong, cache_len=16))}),  # of 96
         updates_per_batch=1,  # 16 in the row: one is enough here, and the quickest
     ),
     optimizer=Optimizer(lr=2e-5, warmup=5),

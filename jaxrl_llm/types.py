@@ -53,6 +53,7 @@ class Reward:
     correct: bool
     parsed: str | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    outcome: Literal["scored", "timed_out", "out_of_memory", "crashed"] = "scored"  # of the verifier itself
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ class Task:
 
     `reward(prompt, response_text, finish) -> Reward` gets the response without its end-of-sequence token.
     `trace(prompt, behaviour, seed) -> str` writes a worked response in one of `behaviours`.
+    `step(prompt, response_text, finish) -> str | None` makes it an environment: what it says to an answer that has
+    ended, which then goes on behind it, or None. It depends on the prompt and the text alone. Reward and step may have
+    a method `submit` of the same arguments that returns a Future: answers are then judged while others are drawn.
     """
 
     train: Sequence[Prompt]
@@ -68,6 +72,7 @@ class Task:
     reward: Callable[[Prompt, str, str], Reward]
     trace: Callable[[Prompt, str, int], str] | None = None
     behaviours: tuple[str, ...] = ()
+    step: Callable[[Prompt, str, str], str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,22 @@ class Rollouts:
     indices: np.ndarray | None = None  # int64 [P]: the prompts' places in `Task.train`; None: not of the training side
     experts: np.ndarray | None = None  # [B,T,L,K]: where the sampler's routers sent each token, see `Routing`
 
+    said: np.ndarray | None = None  # bool [B,T]: what an environment has said between turns; None: nothing
+
     @property
     def group_size(self) -> int:
         return len(self.texts) // len(self.prompts)
+
+    @property
+    def generated(self) -> np.ndarray:
+        """Bool [B,T]: the tokens that the policy has drawn."""
+        there = np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+        return there if self.said is None else there & ~self.said
+
+    @property
+    def n_tokens(self) -> np.ndarray:
+        """Int32 [B]: how many tokens the policy has drawn. `lengths` counts those of an environment too."""
+        return self.lengths if self.said is None else self.generated.sum(axis=1, dtype=np.int32)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,9 @@ def sample(run: File, problem: tyro.conf.Positional[str], n: int = 1, seed: int 
     learner, engine, _ = trainer.load_policy(run)
     limit = learner.config.rollout.max_prompt_tokens
     with jax.set_mesh(learner.mesh):
-        answers = groups.sample_groups(engine, (Prompt(0, problem),), n, seed=seed, draws=[0], max_prompt_tokens=limit)
+        answers = groups.sample_groups(
+            engine, (Prompt(0, problem),), n, seed=seed, draws=[0], max_prompt_tokens=limit, step=learner.task.step
+        )
     for text, finish in zip(answers.texts, answers.finish, strict=True):
         print(text if finish == "eos" else f"{text}  [{finish}]")
 

@@ -81,6 +81,8 @@ def _decode(hint: Any, data: Any, folder: Path | None) -> Any:
         return tuple(_decode(args[0] if args else Any, v, folder) for v in data)
     if values.is_function(hint) and isinstance(data, str):
         return values.function(data, folder)
+    if origin is Mapping and isinstance(data, dict) and dataclasses.is_dataclass(args[1]):
+        return {k: _decode(args[1], v, folder) for k, v in data.items()}
     if not isinstance(data, dict) or origin is Mapping:
         return data
     kind = next((k for k in ("function", "instance") if k in data), None)

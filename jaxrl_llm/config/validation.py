@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -18,7 +18,7 @@ from jaxrl_llm.config.values import coerce, hints, is_function, unbound
 from jaxrl_llm.data import curation
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.shape import LoRA, ModelConfig, RopeScaling
-from jaxrl_llm.objective.algorithms import Algorithm, Critic, PromptChoice, Shaping, Updates, call, wants
+from jaxrl_llm.objective.algorithms import Algorithm, Critic, PromptChoice, Term, Updates, call, wants
 from jaxrl_llm.types import EOS, Optimizer, Prompt, Task, expect
 
 # What the numbers of a node may be; None is left to its type.
@@ -33,7 +33,7 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
     }),
     ("at least 0", lambda x: x >= 0, {
         Config: "logged_samples abort_after seed", Rollout: "slots budget max_staleness top_k", Evaluation: "every",
-        Shaping: "length_warmup", Critic: "pretrain head_std", Optimizer: "lr warmup weight_decay",
+        Term: "warmup", Critic: "pretrain head_std", Optimizer: "lr warmup weight_decay",
         Learning: "row_tokens", ModelConfig: "experts router_aux_coef",
     }),
     ("a positive number", lambda x: x > 0, {
@@ -97,6 +97,12 @@ def made(config: Config) -> tuple[Tokenizer, Task]:
     expect(tokenizer.size <= size, "model.vocab_size", size, f"at least {tokenizer.size} (tokenizer)")
     task = curation.open_task(config.task, config.algorithm.prompts.template)
     _validate_call(task.reward, "task().reward", Prompt(0, ""), "", EOS)
+    if task.step is not None:
+        _validate_call(task.step, "task().step", Prompt(0, ""), "", EOS)
+        replay = "algorithm.updates.routing_replay", config.algorithm.updates.routing_replay
+        expected = "off in an environment (task().step), whose words the sampler does not draw"
+        for name, value in (*((f"rollout.{n}", getattr(config.rollout, n)) for n in ("budget", "zero_gap")), replay):
+            expect(not value, name, value, expected)
     return tokenizer, task
 
 
@@ -153,8 +159,8 @@ def _validate_algorithm(a: Algorithm, r: Rollout) -> None:
     expected = "None if algorithm.prompts.prioritized: one order of prompts"
     expect(not a.prompts.prioritized or r.difficulty is None, "rollout.difficulty", r.difficulty, expected)
     _validate_call(template, "algorithm.prompts.template", Prompt(0, ""))
-    if wants(a.shaping.reward, "n_gold"):
-        expected = "one that sets meta['n_gold'], for algorithm.shaping.reward"
+    if any(wants(fn, "n_gold") for fn in (a.shaping.reward, *(term.fn for term in a.shaping.terms.values()))):
+        expected = "one that sets meta['n_gold'], for algorithm.shaping"
         expect("n_gold" in template(Prompt(0, "?")).meta, "algorithm.prompts.template", template, expected)
     if a.critic is not None:
         parts, expected = a.critic.mini_batches, f"at most rollout.prompts = {r.prompts}"
@@ -183,19 +189,21 @@ def _validate_functions(a: Algorithm, max_len: int) -> None:
         ("updates.select updates.token_filter", tokens, "bool [B T]"),
         ("updates.phases", tokens, "a tuple of bool [B T]"),
         ("advantage", groups, "float [P G] or [P G T]"),
-        ("shaping.length_reward", groups, "number [P G]"),
         ("shaping.reward", rows, "number [B]"),
-        ("shaping.format_reward", rows, "number []"),
         ("group_filter", groups, "bool [P]"),
     ):
         for name in names.split():
-            _check(a, name, given, expected)
+            if (fn := attrgetter(name)(a)) is not None:
+                _check(a, fn, name, given, expected)
+    answer = plain | {"finish": EOS, "n_tokens": 1, "n_gold": 1, "rewards": 0.0}
+    groups |= {"n_gold": groups["n_tokens"]}
+    for name, term in a.shaping.terms.items():
+        given, expected = (answer | {"correct": True}, "number []") if term.of_answer else (groups, "number [P G]")
+        if not wants(term.fn, "prompt"):  # what it would do with a prompt that is not the task's says nothing
+            _check(a, term.fn, f"shaping.terms.{name}.fn", given, expected)
 
 
-def _check(a: Algorithm, name: str, given: dict[str, Any], expected: str) -> None:
-    fn = attrgetter(name)(a)
-    if fn is None:
-        return
+def _check(a: Algorithm, fn: Callable, name: str, given: dict[str, Any], expected: str) -> None:
     out = _called(fn, name, given)
     checked = (out,)
     if name == "updates.phases":
@@ -314,6 +322,9 @@ def _types(node: Any, path: str) -> None:
         for expected, holds, numbers in RULES:
             if value is not None and f.name in numbers.get(type(node), "").split():
                 expect(holds(value), where, value, expected)
-        for i, inner in enumerate(value if isinstance(value, tuple) else (value,)):
+        if dataclasses.is_dataclass(value):
+            _types(value, f"{where}.")
+        inside = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, tuple) else {}
+        for name, inner in inside.items():
             if dataclasses.is_dataclass(inner):
-                _types(inner, f"{where}.{i}." if isinstance(value, tuple) else f"{where}.")
+                _types(inner, f"{where}.{name}.")

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,6 +69,23 @@ class Tokenizer:
             why = " ".join(str(error).split())
             raise ValueError(f"prompt {prompt.id}: the tokenizer's chat template: {why}") from error
         return self.encode(text, [m["content"].strip() for m in prompt.messages])  # some templates strip it
+
+    def encode_turn(self, messages: Sequence[Mapping[str, str]], ended: bool) -> list[int]:
+        """What follows an answer in the chat template: messages, up to where the policy answers them.
+
+        ended: the answer has its end-of-sequence token. Raises ValueError for a template that words earlier turns anew.
+        """
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
+        try:
+            worded = lambda m, more: self.hf.apply_chat_template(m, add_generation_prompt=more, tokenize=False)
+            start, whole = worded(before, False), worded([*before, *messages], True)
+        except Exception as error:  # of Jinja, and whatever the template itself raises
+            raise ValueError(f"messages of a turn: the chat template: {' '.join(str(error).split())}") from error
+        expect(whole.startswith(start), "chat_template", whole, f"one whose dialogue begins with {start!r}")
+        rest = start.rpartition("answer")[2]
+        eos = next((e for e in map(self.decode, ([i] for i in self.eos_ids)) if rest.startswith(e)), "")
+        text = (rest[len(eos) :] if ended else rest) + whole[len(start) :]
+        return self.encode(text, [m["content"].strip() for m in messages])
 
     def _ids(self, text: str, special: bool) -> list[int]:
         try:

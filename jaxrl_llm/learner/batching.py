@@ -33,7 +33,8 @@ def make_batch(
 ) -> tuple[Batch, dict[str, float]]:
     """Answers as the arrays of their updates, on the mesh, with advantages 0, and the metrics of their packing.
 
-    `mask` comes from the sampler's lengths and finish reasons, never from token ids. `drop_truncated`: answers that
+    `mask` comes from the sampler's lengths and finish reasons, never from token ids; what an environment has said is
+    masked out. `drop_truncated`: answers that
     reached the token limit are masked out (DAPO's overlong filtering). `kept`: groups that are False are masked out.
     critic_mini_batches: into which the critic's updates cut the batch, 0 without a critic. Prompts are filled up until
     mini-batches and shards divide them. Raises ValueError as `packing.plan` does.
@@ -58,6 +59,8 @@ def make_batch(
     if (experts := rollouts.experts) is not None:
         none = np.iinfo(experts.dtype).max
         routing = Routing(sampler=np.where(fit(mask)[..., None, None], fit(experts), none))
+    if rollouts.said is not None:
+        mask &= ~fit(rollouts.said)[: len(mask)]
     if drop_truncated:
         mask &= (rollouts.finish != LENGTH)[:, None]
     if kept is not None:

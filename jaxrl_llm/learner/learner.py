@@ -117,39 +117,62 @@ def fresh_state(learner: Learner, base: Any = None) -> TrainState:
     return TrainState(params, state.opt_state, state.step, value, memory, reference)
 
 
-def shaped_rewards(config: Config, answers: Rollouts, rewards: list[Reward], step: int) -> np.ndarray:
+def shaped_rewards(
+    config: Config, answers: Rollouts, rewards: list[Reward], step: int
+) -> tuple[list[Reward], np.ndarray]:
     """The rewards that train, float32 [B]: the verifier's values, changed as `algorithm.shaping` says.
 
-    step: of the run, the critic's pre-training included. Raises ValueError if one is not finite.
+        R = reward (or the verifier's value) + Σ weight·term
+
+    Before them the verifier's rewards, which have got each term as a part, without its weight. step: of the run, the
+    critic's pre-training included. Raises ValueError for a number that is not finite.
     """
-    a, shaping, group = config.algorithm, config.algorithm.shaping, (-1, answers.group_size)
+    a, shaping = config.algorithm, config.algorithm.shaping
     values = np.array([r.value for r in rewards], np.float32)
     if shaping.signed_reward:
         values = 2 * values - 1
-    have = {"rewards": values, "n_tokens": answers.lengths, "max_len": config.rollout.max_response_tokens}
-    have["correct"] = np.array([r.correct for r in rewards])
+    have = {"rewards": values, "n_tokens": answers.n_tokens, "correct": np.array([r.correct for r in rewards])}
+    if any(wants(fn, "n_gold") for fn in (shaping.reward, *(term.fn for term in shaping.terms.values()))):
+        have["n_gold"] = np.repeat([p.meta["n_gold"] for p in answers.prompts], answers.group_size)
+    max_len = {"max_len": config.rollout.max_response_tokens}
     if shaping.reward is not None:
-        if wants(shaping.reward, "n_gold"):
-            have["n_gold"] = np.repeat([p.meta["n_gold"] for p in answers.prompts], answers.group_size)
-        values = np.asarray(call(shaping.reward, have), np.float32)
-    if shaping.format_reward is not None:
-        values = values + np.array([call(shaping.format_reward, {"text": t}) for t in answers.texts], np.float32)
+        values = np.asarray(call(shaping.reward, have | max_len), np.float32)
     pretrain = 0 if a.critic is None else a.critic.pretrain
-    if shaping.length_reward is not None and step - pretrain >= shaping.length_warmup:
-        grouped = {k: v.reshape(group) if isinstance(v, np.ndarray) else v for k, v in have.items()}
-        by_length = np.asarray(call(shaping.length_reward, grouped), np.float32)
-        values = values + shaping.length_coef * by_length.reshape(-1)
+    parts: list[dict[str, float]] = [{} for _ in rewards]
+    for name, term in shaping.terms.items():
+        if term.of_answer:
+            prompts = [p for p in answers.prompts for _ in range(answers.group_size)]
+            of = have | {"text": answers.texts, "finish": answers.finish.tolist(), "prompt": prompts}
+            measured = [call(term.fn, max_len | {k: v[i] for k, v in of.items()}) for i in range(len(rewards))]
+        else:
+            grouped = {k: v.reshape(-1, answers.group_size) for k, v in have.items()}
+            measured = call(term.fn, grouped | max_len)
+        measured = np.asarray(measured, np.float32).reshape(-1)
+        _expect_finite(f"algorithm.shaping.terms.{name}", measured, answers)
+        for part, number in zip(parts, measured.tolist(), strict=True):
+            part[name] = number
+        if step - pretrain >= term.warmup:
+            values = values + term.weight * measured
+    _expect_finite("shaped rewards", values, answers)
+    return [replace(r, parts=r.parts | part) for r, part in zip(rewards, parts, strict=True)], values
+
+
+def _expect_finite(what: str, values: np.ndarray, answers: Rollouts) -> None:
     wrong = np.flatnonzero(~np.isfinite(values)) if values.shape == answers.lengths.shape else [0]
     if len(wrong):
         prompt = answers.prompts[wrong[0] // answers.group_size]
-        raise ValueError(f"shaped rewards of prompt {prompt.id} are {values}; expected finite numbers, one an answer")
-    return values
+        raise ValueError(f"{what} of prompt {prompt.id} are {values}; expected finite numbers, one an answer")
 
 
 def reward_parts(algorithm: Algorithm, scored: ScoredBatch) -> np.ndarray:
-    """The parts of the rewards that `shaping.parts` names, float32 [P,G,N]. ValueError for a reward that lacks one."""
+    """The parts of the rewards that `shaping.parts` names, float32 [P,G,N]. ValueError for a reward that lacks one.
+
+    `correct` is 0 or 1 unless the verifier says otherwise. The parts of one that did not come to its end are 0.
+    """
     names, group = algorithm.shaping.parts or (), scored.rollouts.group_size
-    parts = np.array([[r.parts.get(name, math.nan) for name in names] for r in scored.rewards], np.float32)
+    known = lambda r: {"correct": float(r.correct)} | r.parts
+    part = lambda r, name: known(r).get(name, math.nan if r.outcome == "scored" else 0.0)
+    parts = np.array([[part(r, name) for name in names] for r in scored.rewards], np.float32)
     for i in np.flatnonzero(~np.isfinite(parts).all(axis=1))[:1]:
         have = f"reward of prompt {scored.rollouts.prompts[i // group].id} has the parts {scored.rewards[i].parts}"
         raise ValueError(f"{have}; expected a finite number for each of algorithm.shaping.parts = {names}")
@@ -157,18 +180,18 @@ def reward_parts(algorithm: Algorithm, scored: ScoredBatch) -> np.ndarray:
 
 
 def assign_advantages(
-    algorithm: Algorithm, batch: Batch, rewards: Array, lengths: Array, of_groups: dict[str, Array], memory: Any
+    algorithm: Algorithm, batch: Batch, rewards: Array, generated: Array, of_groups: dict[str, Array], memory: Any
 ) -> tuple[Batch, Any]:
     """The batch with its advantages (and the critic's returns), and the updated memory of the advantage. Jitted.
 
-    rewards, lengths: of the answers, without those that fill up the batch; of_groups: kept, prompt_ids [P], parts
-    [P,G,N]. `lengths` and the penalty count every token of a response, also of one that is masked out: it stays part of
-    its group.
+    rewards, generated [B,T]: of the answers, without those that fill up the batch; of_groups: kept, prompt_ids [P],
+    parts [P,G,N]. Lengths and the penalty count every token that the policy has drawn, also of a response that is
+    masked out: it stays part of its group.
     """
     a, (rows, length), real = algorithm, batch.mask.shape, len(rewards)
     filled_up = lambda x: jnp.pad(x, ((0, rows - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
-    generated = jnp.arange(length)[None] < filled_up(lengths)[:, None]
-    groups = (-1, batch.group_size)
+    lengths, groups = generated.sum(axis=1), (-1, batch.group_size)
+    generated = filled_up(jnp.pad(generated, ((0, 0), (0, length - generated.shape[1]))))
     kl = jnp.zeros(batch.mask.shape, jnp.float32)
     if a.needs_reference and a.kl_in == "reward":
         kl = losses.kl(batch.old_logp, batch.ref_logp, generated, a.kl)
@@ -228,7 +251,8 @@ def learn_batch(learner: Learner, state: TrainState, scored: ScoredBatch) -> tup
         batch = replace(batch, values=learner.critic.values(state.critic.params, policy, batch))
     indices = np.zeros(len(answers.prompts), np.int64) if answers.indices is None else answers.indices
     of_groups = {"kept": scored.kept, "prompt_ids": indices, "parts": reward_parts(a, scored)}
-    batch, memory = learner.assign_advantages(batch, scored.shaped, answers.lengths, of_groups, state.memory)
+    generated = answers.generated[:, : batch.mask.shape[1]]
+    batch, memory = learner.assign_advantages(batch, scored.shaped, generated, of_groups, state.memory)
     return batch, replace(state, memory=memory), packed
 
 

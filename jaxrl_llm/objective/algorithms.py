@@ -7,8 +7,8 @@ left alone. A new method is a function and a row, or an `Algorithm` that an expe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
@@ -32,11 +32,11 @@ ARRAYS = {
     "updates.token_filter": ("logp", "old_logp", "entropy", "adv", "mask", "key"),
     "updates.phases": ("old_logp", "mask"),
     "shaping.reward": ("rewards", "n_tokens", "n_gold", "correct", "max_len"),
-    "shaping.length_reward": ("n_tokens", "correct", "max_len"),
-    "shaping.format_reward": ("text",),
+    "shaping.terms": ("rewards", "n_tokens", "n_gold", "correct", "max_len", "text", "finish", "prompt"),
     "group_filter": ("correct", "rewards"),
     "memory": ("n_prompts",),
 }
+OF_ANSWER = ("text", "finish", "prompt")
 # Losses with one value per response; corrections with another factor for each token, which do not go with them.
 RESPONSE_LOSSES = (losses.gspo, losses.luspo, losses.gmpo, losses.rspo, losses.opmd)
 TOKEN_CORRECTIONS = (corrections.tis, corrections.mis_token)
@@ -61,16 +61,16 @@ def _free(fn: Callable, names: Any) -> list[str]:
     return [n for n in inspect.signature(fn).parameters if n in names and n not in bound]
 
 
-def _check(field: str, fn: Any) -> None:
+def _check(field: str, fn: Any, names: tuple[str, ...]) -> None:
     expect(callable(fn), f"algorithm.{field}", fn, "a function")
     try:
         parameters = inspect.signature(fn).parameters
     except ValueError as error:  # a partial with a keyword that the function does not have
         raise ValueError(f"algorithm.{field}: {error}") from error
-    lacking = [n for n, p in parameters.items() if p.default is p.empty and n not in ARRAYS[field]]
+    lacking = [n for n, p in parameters.items() if p.default is p.empty and n not in names]
     if lacking:
-        raise ValueError(f"algorithm.{field} asks for {lacking[0]!r}; the trainer has {', '.join(ARRAYS[field])}")
-    for name in _free(fn, ARRAYS[field]):
+        raise ValueError(f"algorithm.{field} asks for {lacking[0]!r}; the trainer has {', '.join(names)}")
+    for name in _free(fn, names):
         default, called = parameters[name].default, getattr(Algorithm._base(fn), "__name__", fn)
         # It would never be used, so it may only say "not given": None, or for beta "no penalty".
         if default not in (inspect.Parameter.empty, None, 0.0 if name == "beta" else None):
@@ -95,16 +95,29 @@ class Critic:
 
 
 @dataclass(frozen=True)
+class Term:
+    """A summand of the reward. With weight 0 it is only measured, or a part that an advantage gets.
+
+    A function that names `text`, `finish` or `prompt` is called for each answer, else once for a group [1,G].
+    """
+
+    fn: Callable  # → a number, or [P,G]
+    weight: float = 1.0
+    warmup: int = 0  # steps in which it is not added
+
+    @property
+    def of_answer(self) -> bool:
+        return any(wants(self.fn, name) for name in OF_ANSWER)
+
+
+@dataclass(frozen=True)
 class Shaping:
     """How the verifier's value becomes the reward that the policy learns from."""
 
     signed_reward: bool = False  # rewards of 0…1 become −1…+1
     reward: Callable | None = None  # → [B], used instead of the verifier's value
+    terms: Mapping[str, Term] = field(default_factory=dict)  # added to it; each is a part of the reward by its name
     parts: tuple[str, ...] | None = None  # names in Reward.parts: what an advantage gets as `parts`, in this order
-    format_reward: Callable | None = None  # text → number, added to the reward
-    length_reward: Callable | None = None  # → [P,G], added to the reward
-    length_coef: float = 1.0  # times the length reward
-    length_warmup: int = 0  # steps without the length reward
 
 
 @dataclass(frozen=True)
@@ -162,9 +175,11 @@ class Algorithm:
     paper: str = ""
 
     def __post_init__(self) -> None:
-        for field in ARRAYS:
-            if (fn := attrgetter(field)(self)) is not None:
-                _check(field, fn)
+        for name, names in ARRAYS.items():
+            if name != "shaping.terms" and (fn := attrgetter(name)(self)) is not None:
+                _check(name, fn, names)
+        for name, term in self.shaping.terms.items():
+            _check(f"shaping.terms.{name}.fn", term.fn, ARRAYS["shaping.terms"])
         expect(self.kl in (None, *losses.KL_KINDS), "algorithm.kl", self.kl, f"one of {', '.join(losses.KL_KINDS)}")
         if self.kl_coef and self.kl is None:
             raise ValueError(f"algorithm.kl_coef is {self.kl_coef} but algorithm.kl is None; expected an estimator")
@@ -174,7 +189,7 @@ class Algorithm:
         if self.bypass and self.correction is not None:
             twice = "the ratio is already learner/sampler, and the mismatch would count twice"
             raise ValueError(f"algorithm.bypass is True and algorithm.correction is set; expected one of them: {twice}")
-        for name in ("kl_coef", "kl_refresh", "nll_coef", "distill_coef", "shaping.length_coef"):
+        for name in ("kl_coef", "kl_refresh", "nll_coef", "distill_coef"):
             expect(attrgetter(name)(self) >= 0, f"algorithm.{name}", attrgetter(name)(self), "at least 0")
         limit = self.norm_length
         expect(limit is None or limit >= 1, "algorithm.norm_length", limit, "None or at least 1 token")
@@ -183,11 +198,11 @@ class Algorithm:
         if self.nll_coef and self.updates.token_filter is not None:
             expected = "expected 0 with algorithm.updates.token_filter, which would drop some of it"
             raise ValueError(f"algorithm.nll_coef is set; {expected}")
-        for field, function, name in _TOGETHER:
-            is_set = attrgetter(field)(self) is not None
+        for made, function, name in _TOGETHER:
+            is_set = attrgetter(made)(self) is not None
             if wants(getattr(self, function), name) != is_set:
                 have = "is set" if is_set else "is None"
-                raise ValueError(f"algorithm.{field} {have}; expected it exactly when {function} names {name!r}")
+                raise ValueError(f"algorithm.{made} {have}; expected it exactly when {function} names {name!r}")
 
     def _check_responses(self) -> None:
         """A loss with one value per response needs weights, corrections and steps that take a response as a whole."""
@@ -259,7 +274,7 @@ _LOW_PROBABILITY = {
     "advantage": advantages.grpo, "loss": partial(losses.ppo_clip, clip_high=0.24, dual_clip=10.0), "norm": "token",
     "kl": "k3", "kl_coef": 0.001, "updates_per_batch": 2, "paper": "2505.12929",
 }  # fmt: skip
-_SOFT_OVERLONG = partial(length.soft_overlong, cache_len=4096)
+_SOFT_OVERLONG = {"overlong": Term(partial(length.soft_overlong, cache_len=4096))}
 
 # As the papers ran them. Optimiser, batch size and stop strings belong to the run: see the experiment of the same name.
 ALGORITHMS: dict[str, Algorithm] = {
@@ -305,7 +320,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "opmd": Algorithm(
         advantages.opmd, losses.opmd, "sequence",
-        shaping=Shaping(length_reward=length.kimi_length, length_coef=0.1, length_warmup=20),
+        shaping=Shaping(terms={"length": Term(length.kimi_length, weight=0.1, warmup=20)}),
         prompts=PromptChoice(prioritized=True), updates_per_batch=4, optimizer_reset=True, paper="2501.12599",
     ),
     # --- GRPO and what was changed in it
@@ -313,14 +328,14 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dr_grpo": Algorithm(advantages.dr_grpo, losses.ppo_clip, "constant", updates_per_batch=8, paper="2503.20783"),
     "dapo": Algorithm(
         advantages.grpo, partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28), "token",
-        shaping=Shaping(signed_reward=True, length_reward=_SOFT_OVERLONG),
+        shaping=Shaping(signed_reward=True, terms=_SOFT_OVERLONG),
         group_filter=filters.mixed, updates_per_batch=16, paper="2503.14476",
     ),
     "gspo": Algorithm(advantages.grpo, losses.gspo, "sequence", updates_per_batch=4, paper="2507.18071"),
     "gspo_token": Algorithm(advantages.grpo, losses.gspo_token, "sequence", updates_per_batch=4, paper="2507.18071"),
     "gmpo": Algorithm(advantages.grpo, losses.gmpo, "sequence", updates_per_batch=8, paper="2507.20673"),
     "cispo": Algorithm(
-        advantages.grpo, losses.cispo, "token", shaping=Shaping(length_reward=_SOFT_OVERLONG),
+        advantages.grpo, losses.cispo, "token", shaping=Shaping(terms=_SOFT_OVERLONG),
         group_filter=filters.mixed, updates_per_batch=16, paper="2506.13585",
     ),
     "sapo": Algorithm(advantages.grpo, losses.sapo, "sequence", updates_per_batch=4, paper="2511.20347"),
@@ -384,7 +399,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "r1_zero": Algorithm(
         **_GRPO, kl="k3", kl_coef=0.001, kl_refresh=400, prompts=PromptChoice(templates.r1),
-        shaping=Shaping(format_reward=formats.think_answer), updates_per_batch=16, paper="2501.12948",
+        shaping=Shaping(terms={"format": Term(formats.think_answer)}), updates_per_batch=16, paper="2501.12948",
     ),
     "l1_exact": Algorithm(
         **_GRPO, kl="k3", kl_coef=0.001, prompts=PromptChoice(templates.with_length),

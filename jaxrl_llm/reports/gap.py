@@ -123,7 +123,7 @@ def measure_gap(learner: Learner, params: Any, sampler: Learner, *, worst: int) 
     params: the learner's, on its mesh. worst: tokens to show. Raises ValueError if a log-prob is not finite.
     """
     r, answers = sampler.config.rollout, sample_answers(sampler, params)
-    mask = np.arange(answers.tokens.shape[1]) < answers.lengths[:, None]
+    mask = answers.generated
     logp = np.where(mask, learner_logprobs(learner, params, answers), 0.0)
     for name, values in (("sampler", answers.sampler_logp), ("learner", logp)):
         expect(np.isfinite(values).all(), f"{name}'s log-probs", float(values.sum()), "finite numbers")
@@ -146,7 +146,9 @@ def sample_answers(sampler: Learner, params: Any) -> Rollouts:
     shardings = sharding.shardings(transformer.logical_axes(config.model), params, sampler.mesh)
     with jax.set_mesh(sampler.mesh):
         engine = trainer.make_engine(sampler, jax.device_put(params, shardings))
-        return groups.sample_groups(engine, prompts, config.evaluation.samples, **drawn, max_prompt_tokens=longest)
+        return groups.sample_groups(
+            engine, prompts, config.evaluation.samples, **drawn, max_prompt_tokens=longest, step=sampler.task.step
+        )
 
 
 def summary(
@@ -186,9 +188,9 @@ def _gaps(logp: np.ndarray, sampler_logp: np.ndarray) -> np.ndarray:
 def worst_tokens(tokenizer: Tokenizer, answers: Rollouts, logp: Float[np.ndarray, "B T"], n: int) -> tuple[Token, ...]:
     """The `n` tokens with the largest |Δp|, largest first, without repeating a token after the same text."""
     gaps = _gaps(logp, answers.sampler_logp)
-    gaps[np.arange(gaps.shape[1]) >= answers.lengths[:, None]] = -1.0
+    gaps[~answers.generated] = -1.0
     found: dict[tuple[int, bytes], Token] = {}
-    for i in np.argsort(-gaps, axis=None, kind="stable")[: answers.lengths.sum()]:
+    for i in np.argsort(-gaps, axis=None, kind="stable")[: answers.n_tokens.sum()]:
         if len(found) == n:
             break
         row, t = divmod(int(i), gaps.shape[1])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from jaxrl_llm.sampler import groups
+from jaxrl_llm.sampler import groups, scoring
 from jaxrl_llm.types import LENGTH, Reward, Rollouts, Task
 
 SEED_STREAM = 2**31  # evaluation seeds lie above the training ones, which config keeps below
@@ -37,8 +37,10 @@ def evaluate(
     """
     count = min(problems, len(task.test))
     prompts, drawn = tuple(task.test[i] for i in range(count)), {"seed": SEED_STREAM + seed, "draws": np.arange(count)}
-    answers = groups.sample_groups(engine, prompts, samples, **drawn, max_prompt_tokens=max_prompt_tokens)
-    rewards = groups.score(task, answers)
+    answers = groups.sample_groups(
+        engine, prompts, samples, **drawn, max_prompt_tokens=max_prompt_tokens, step=task.step
+    )
+    rewards = scoring.score(task, answers)
     correct = np.array([r.correct for r in rewards]).reshape(count, samples)
     metrics = {"eval/accuracy": float(correct.mean())}
     metrics |= {f"eval/pass@{2**i}": pass_at_k(correct, 2**i) for i in range(1, samples.bit_length())}

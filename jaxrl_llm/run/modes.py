@@ -4,9 +4,10 @@ Each mode is an object with `next(engine, at, watch)`, which gives the batch to 
 after it, and `settled(at, wait)`, which gives the position that a checkpoint has to hold.
 
 A run that is stopped or killed and resumed on the same machine is bit for bit the run that was not, with `sync` and
-`ahead` (whose checkpoints hold the answers of the batch under way). With `async` the answers that were finished are
-kept, with the versions that drew them; those under way are drawn again, by weights that the clock decides, as it does
-in any two runs.
+`ahead` (whose checkpoints hold the answers of the batch under way). Where a group filter resamples and rewards come
+from the background, the clock decides when a rejected group is replaced, and so what is drawn beside what: the numbers
+then agree up to rounding. With `async` the answers that were finished are kept, with the versions that drew them; those
+under way are drawn again, by weights that the clock decides, as it does in any two runs.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import base64
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,11 +29,11 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.data.stream import SuccessCounts
 from jaxrl_llm.learner.learner import Learner, shaped_rewards
 from jaxrl_llm.run import metrics
-from jaxrl_llm.sampler import groups
+from jaxrl_llm.sampler import groups, scoring, turns
 from jaxrl_llm.sampler.groups import PendingPrompt, ScoredBatch, ScoredGroup
-from jaxrl_llm.sampler.requests import Answer, Group, Request
+from jaxrl_llm.sampler.requests import Answer, Group, NextRequest, Request
 from jaxrl_llm.sampler.weights import SamplerWeights
-from jaxrl_llm.types import CANCELLED
+from jaxrl_llm.types import CANCELLED, Prompt
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Position:
         """The position without its step, as a checkpoint keeps it: arrays as base64 of their bytes."""
         packed = lambda x: base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()
         routes = lambda x: None if x is None else [packed(x), x.dtype.name, *x.shape]
-        answer = lambda a: [packed(a.tokens), packed(a.logp), packed(a.versions), a.finish, routes(a.experts)]
+        kept = lambda a: (a.tokens, a.logp, a.versions)
+        answer = lambda a: [*map(packed, kept(a)), a.finish, routes(a.experts), routes(a.said)]
         pending = [[p.draw, p.index, [answer(a) for a in p.begun]] for p in self.pending]
         solved = {str(index): list(counts) for index, counts in self.solved.items()}
         return {"draw": self.draw, "solved": solved, "pending": pending}
@@ -86,6 +89,7 @@ class PromptDispatcher:
     def __post_init__(self) -> None:
         self.draw = self.at.draw
         self.in_batch = {asked.index for asked in self.at.pending}
+        self._prompts: dict[int, Prompt] = {}  # by the draws of those that are asked
 
     def ask(self) -> PendingPrompt:
         draw, index = self.learner.stream.next(self.draw, self.at.step, self.at.solved, self.in_batch)
@@ -97,20 +101,32 @@ class PromptDispatcher:
 
     def request(self, engine: Any, asked: PendingPrompt) -> Request:
         r, prompt = self.learner.config.rollout, self.learner.task.train[asked.index]
+        self._prompts[asked.draw] = prompt
         ids = groups.encode_prompts(self.learner.tokenizer, (prompt,), r.max_prompt_tokens)[0]
         request = groups.make_request(engine, ids, r.group_size, seed=self.learner.config.seed, draw=asked.draw)
         return replace(request, begun=asked.begun, budget=r.budget)
 
-    def judge(self, asked: PendingPrompt, request: Request, group: Group) -> ScoredGroup:
-        config, prompt = self.learner.config, self.learner.task.train[asked.index]
-        answers = groups.to_rollouts(self.learner.tokenizer, (prompt,), (request,), (group,))
-        answers = replace(answers, indices=np.array([asked.index]))
+    def sample(
+        self, engine: Any, next_request: NextRequest, latest: Callable | None
+    ) -> Iterator[tuple[Request, Group]]:
+        """Groups of answers, in the task's environment if it is one. latest: see `LocalEngine.sample`."""
+        prompt_of = lambda request: self._prompts[request.draw]
+        return turns.sample(engine, self.learner.task.step, prompt_of, next_request, latest)
+
+    def judge(self, asked: PendingPrompt, request: Request, group: Group) -> Future[ScoredGroup]:
+        """The future group with its rewards: a verifier that can `submit` works while others are drawn."""
+        answers = groups.to_rollouts(self.learner.tokenizer, (self._prompts.pop(asked.draw),), (request,), (group,))
+        answers, step = replace(answers, indices=np.array([asked.index])), self.at.step
+
+        def judged() -> ScoredGroup:
+            rewards, shaped = shaped_rewards(self.learner.config, answers, verdicts.result(), step)
+            kept = groups.passes_filter(self.learner.config.algorithm.group_filter, rewards, shaped)
+            # Asked for again, by a run that resumes, a sampler returns a finished group as it is.
+            return ScoredGroup(replace(asked, begun=group), answers, tuple(rewards), shaped, kept)
+
         with self.watch("reward"):
-            rewards = groups.score(self.learner.task, answers)
-            shaped = shaped_rewards(config, answers, rewards, self.at.step)
-        kept = groups.passes_filter(config.algorithm.group_filter, rewards, shaped)
-        # Asked for again, by a run that resumes, a sampler returns a finished group as it is.
-        return ScoredGroup(replace(asked, begun=group), answers, tuple(rewards), shaped, kept)
+            verdicts = scoring.begin_scoring(self.learner.task, answers)
+            return scoring.gathered([verdicts], judged)
 
 
 def sample_batch(
@@ -120,12 +136,13 @@ def sample_batch(
     r, resample = learner.config.rollout, learner.config.algorithm.prompts.resample
     dispatcher = PromptDispatcher(learner, at, watch)
     limits = {"prompts": r.prompts, "most": r.prompts * (r.max_rounds if resample else 1), "resample": resample}
-    sample = lambda next_request: engine.sample(next_request, latest)
+    sample = lambda next_request: dispatcher.sample(engine, next_request, latest)
     request = lambda prompt: dispatcher.request(engine, prompt)
-    before = watch.seconds().get("reward", 0.0)
+    limits |= {"pending": at.pending, "waiting": lambda: watch("reward")}
     with watch("rollout"):
-        scored = groups.fill_batch(sample, dispatcher.ask, request, dispatcher.judge, pending=at.pending, **limits)
-    watch.add("rollout", before - watch.seconds().get("reward", 0.0))  # what the verifier took is no rollout
+        scored = groups.fill_batch(sample, dispatcher.ask, request, dispatcher.judge, **limits)
+    watch.add("reward", 0.0)
+    watch.add("rollout", -watch.seconds()["reward"])  # what the verifiers were waited for is no rollout
     return scored, moved_on(learner.config, at, scored, dispatcher.draw)
 
 
@@ -289,7 +306,7 @@ class Async:
             with jax.set_mesh(self.learner.mesh):
                 while not self._closed:
                     started = time.perf_counter()
-                    for request, group in self._engine.sample(self._next_request, self._latest):
+                    for request, group in self._dispatcher.sample(self._engine, self._next_request, self._latest):
                         self._take(request, group, time.perf_counter() - started)
                         if self._closed:
                             return
@@ -302,16 +319,26 @@ class Async:
                 self._lock.notify_all()
 
     def _take(self, request: Request, group: Group, seconds: float) -> None:
-        prompt = self._under_way[request.draw]
-        unfinished = any(a.finish == CANCELLED for a in group)
-        judged = None if unfinished else self._dispatcher.judge(prompt, request, group)
         with self._lock:
-            del self._under_way[request.draw]
             self._sampled_s += seconds
-            if unfinished:
-                self._waiting.append(replace(prompt, begun=group))
+            prompt = replace(self._under_way[request.draw], begun=group)
+            if any(a.finish == CANCELLED for a in group):
+                self._waiting.append(prompt)
+                del self._under_way[request.draw]
+            else:  # its place is not free before it is judged
+                self._under_way[request.draw] = prompt
+            self._lock.notify_all()
+        if request.draw in self._under_way:
+            verdict = self._dispatcher.judge(prompt, request, group)
+            verdict.add_done_callback(partial(self._judged, request.draw))
+
+    def _judged(self, draw: int, verdict: Future[ScoredGroup]) -> None:
+        with self._lock:
+            del self._under_way[draw]
+            if verdict.exception() is None:
+                self._ready.append(verdict.result())
             else:
-                self._ready.append(judged)
+                self._error = self._error or verdict.exception()
             self._lock.notify_all()
 
     def close(self) -> None:

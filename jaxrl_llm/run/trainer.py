@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,14 +74,14 @@ def rollout_metrics(scored: ScoredBatch, version: int) -> dict[str, float]:
     """
     rewards = np.array([r.value for r in scored.all_rewards])
     correct = np.array([r.correct for r in scored.all_rewards])
-    answers, lengths, group = scored.rollouts, scored.all_rollouts.lengths, scored.rollouts.group_size
+    answers, lengths, group = scored.rollouts, scored.all_rollouts.n_tokens, scored.rollouts.group_size
     groups, accepted = correct.reshape(-1, group), np.repeat(scored.all_kept, group)
-    drawn = np.arange(answers.tokens.shape[1]) < answers.lengths[:, None]
-    age = version - answers.versions[drawn]
+    age = version - answers.versions[answers.generated]
     mean = lambda x: np.mean(x) if len(x) else math.nan
     row = {
         "reward/mean": mean(rewards),
         "reward/std": rewards.std(),
+        **verdict_metrics(scored.all_rewards),
         "accuracy": mean(correct),
         "groups/all_correct": mean(groups.all(axis=1)),
         "groups/all_wrong": mean(~groups.any(axis=1)),
@@ -100,6 +100,20 @@ def rollout_metrics(scored: ScoredBatch, version: int) -> dict[str, float]:
     return {name: float(value) for name, value in row.items()}
 
 
+def verdict_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
+    """How many answers are wrong, and how many got no verdict and why; the means of the rewards' parts, by name."""
+    wrong = [r for r in rewards if r.outcome == "scored" and not r.correct]
+    row = {
+        "reward/wrong": sum(r.parsed is not None for r in wrong),
+        "reward/unparsed": sum(r.parsed is None for r in wrong),
+    }
+    row |= {
+        f"reward/{name}": sum(r.outcome == name for r in rewards) for name in ("timed_out", "out_of_memory", "crashed")
+    }
+    parts = sorted({name for r in rewards for name in r.parts})
+    return row | {f"part/{name}": np.mean([r.parts[name] for r in rewards if name in r.parts]) for name in parts}
+
+
 def sample_rows(scored: ScoredBatch, n: int) -> list[dict[str, Any]]:
     """The first `n` groups' first answers, for samples.jsonl."""
     r, rows = scored.rollouts, []
@@ -107,7 +121,8 @@ def sample_rows(scored: ScoredBatch, n: int) -> list[dict[str, Any]]:
         i = p * r.group_size
         reward = scored.rewards[i]
         verdict = {"parsed": reward.parsed, "reward": reward.value, "correct": reward.correct}
-        ended = {"finish": str(r.finish[i]), "tokens": int(r.lengths[i])}
+        verdict |= ({"parts": reward.parts} if reward.parts else {}) | {"outcome": reward.outcome}
+        ended = {"finish": str(r.finish[i]), "tokens": int(r.n_tokens[i])}
         rows.append({"prompt": prompt.text, "response": r.texts[i], "answer": prompt.answer, **verdict, **ended})
     return rows
 
@@ -139,7 +154,7 @@ def one_step(
             if learner.config.rollout.servers:
                 probe.prove(learner, engine, params)
     seconds = watch.seconds()
-    sampled = int(scored.all_rollouts.lengths.sum())
+    sampled = int(scored.all_rollouts.n_tokens.sum())
     trained = int(answers.lengths.sum() + answers.prompt_lengths.sum())
     row = rollout_metrics(scored, version) | packed | learned | {f"perf/{stage}_s": s for stage, s in seconds.items()}
     sampling = seconds.get("sampling", seconds["rollout"])
@@ -263,7 +278,7 @@ def _check_base(learner: Learner, engine: Any, log: metrics.RunLog) -> str:
     if row["eval/accuracy"] > 0:
         return line
     a, size, n = learner.config.algorithm, learner.config.rollout.group_size, len(rewards)
-    shaped = a.shaping.reward or a.shaping.format_reward or a.shaping.length_reward
+    shaped = a.shaping.reward or a.shaping.terms
     parts = [rewards[i : i + size] for i in range(0, n - size + 1, size)]
     passes = lambda part: groups.passes_filter(a.group_filter, part, np.array([r.value for r in part], np.float32))
     if n >= SURE and a.prompts.resample and not shaped and not any(map(passes, parts)):

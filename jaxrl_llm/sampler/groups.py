@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.objective.algorithms import call
-from jaxrl_llm.sampler import decode
+from jaxrl_llm.sampler import decode, turns
 from jaxrl_llm.sampler.requests import Answer, Group, NextRequest, Request
-from jaxrl_llm.types import CANCELLED, EOS, Prompt, Reward, Rollouts, Task
+from jaxrl_llm.types import CANCELLED, Prompt, Reward, Rollouts
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: tuple[Prompt, ...], max_prompt_tokens: int) -> list[list[int]]:
@@ -38,7 +38,7 @@ def to_rollouts(
 ) -> Rollouts:
     """Answered requests as arrays."""
     answers = [a for group in groups for a in group]
-    text = lambda a: tokenizer.decode(a.tokens[:-1] if a.finish == EOS else a.tokens)
+    said = [np.zeros(len(a.tokens), bool) if a.said is None else a.said for a in answers]
     return Rollouts(
         prompts=tuple(prompts),
         prompt_tokens=_padded([np.array(r.prompt, np.int32) for r in requests]),
@@ -47,10 +47,11 @@ def to_rollouts(
         sampler_logp=_padded([a.logp for a in answers]),
         lengths=np.array([len(a.tokens) for a in answers], np.int32),
         finish=np.array([a.finish for a in answers]),
-        texts=tuple(map(text, answers)),
+        texts=tuple(turns.text_of(tokenizer, a) for a in answers),
         draws=np.array([r.draw for r in requests], np.int64),
         versions=_padded([a.versions for a in answers]),
         experts=None if answers[0].experts is None else _padded([a.experts for a in answers]),
+        said=_padded(said) if any(map(np.any, said)) else None,
     )
 
 
@@ -62,12 +63,13 @@ def _padded(rows: Sequence[np.ndarray], width: int = 0) -> np.ndarray:
 
 
 def sample_groups(
-    engine: Any, prompts: tuple[Prompt, ...], group: int, *, seed: int, draws: np.ndarray, max_prompt_tokens: int
-) -> Rollouts:
-    """`group` answers to each prompt. Raises ValueError for a prompt longer than `max_prompt_tokens`."""
+    engine: Any, prompts: tuple[Prompt, ...], group: int, *, seed: int, draws: np.ndarray, max_prompt_tokens: int,
+    step: turns.Step | None = None,
+) -> Rollouts:  # fmt: skip
+    """`group` answers to each prompt. step: of the task. ValueError for a prompt longer than `max_prompt_tokens`."""
     ids = encode_prompts(engine.tokenizer, prompts, max_prompt_tokens)
     asked = [make_request(engine, t, group, seed=seed, draw=int(d)) for t, d in zip(ids, draws, strict=True)]
-    return to_rollouts(engine.tokenizer, prompts, asked, decode.generate(engine, asked))
+    return to_rollouts(engine.tokenizer, prompts, asked, turns.generate(engine, step, prompts, asked))
 
 
 def sampler_logprobs(engine: Any, answers: Rollouts, *, seed: int) -> np.ndarray:
@@ -79,31 +81,6 @@ def sampler_logprobs(engine: Any, answers: Rollouts, *, seed: int) -> np.ndarray
     rows = [Answer(*(x[i, :n] for x in columns), str(answers.finish[i])) for i, n in enumerate(answers.lengths)]
     groups = [tuple(rows[p * group : (p + 1) * group]) for p in range(len(asked))]
     return _padded(decode.forced_logprobs(engine, asked, groups), answers.tokens.shape[1])
-
-
-def score(task: Task, rollouts: Rollouts) -> list[Reward]:
-    """The verifier's word on each answer.
-
-    Raises ValueError with the prompt, the response and the verifier's line when it raises (sys.exit is no way out
-    either), and when it returns anything but a finite Reward.
-    """
-    rewards = []
-    for i, (text, finish) in enumerate(zip(rollouts.texts, rollouts.finish, strict=True)):
-        prompt = rollouts.prompts[i // rollouts.group_size]
-        context = f"(prompt {prompt.text[-200:]!r}, response {text[-200:]!r})"
-        try:
-            reward = task.reward(prompt, text, str(finish))
-            sound = isinstance(reward, Reward) and math.isfinite(reward.value)
-        except (Exception, SystemExit) as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            at = [f for f in frames if f.filename == frames[min(1, len(frames) - 1)].filename][-1]  # in the verifier
-            what = f"reward of prompt {prompt.id} raised {type(error).__name__}: {error}"
-            raise ValueError(f"{what} at {at.filename}:{at.lineno} {context}") from error
-        if not sound:
-            what = f"reward of prompt {prompt.id} is {reward!r}; expected a Reward with a finite value"
-            raise ValueError(f"{what} {context}")
-        rewards.append(reward)
-    return rewards
 
 
 @dataclass(frozen=True)
@@ -147,37 +124,56 @@ def fill_batch(
     sample: Callable[[NextRequest], Iterator[tuple[Request, Group]]],
     ask: Callable[[], PendingPrompt],
     request: Callable[[PendingPrompt], Request],
-    judge: Callable[[PendingPrompt, Request, Group], ScoredGroup],
+    judge: Callable[[PendingPrompt, Request, Group], Future[ScoredGroup]],
     *,
     prompts: int,
     most: int,
     pending: Sequence[PendingPrompt] = (),
     resample: bool = True,
+    waiting: Callable[[], AbstractContextManager] = nullcontext,
 ) -> ScoredBatch:
     """Groups until `prompts` of them have passed the filter; one that has not is replaced as soon as that is known.
 
     A prompt is asked for only when a group was rejected, so that the batch is that of the first draws, in their order,
-    in whatever order they were answered. pending: unfinished groups of an earlier call, which come first. A group whose
-    answers reach their token budget is put aside, and another one begun; once as many as a batch has are put aside,
-    they go on, the oldest first. Without `resample` rejected groups stay in the batch, and `kept` tells which passed.
+    in whatever order they were answered and judged. Groups are judged while others are drawn: verdicts are waited for
+    only when there is nothing to draw, and then for whichever comes first. pending: unfinished groups of an earlier
+    call, which come first. A group whose answers reach their token budget is put aside, and another one begun; once as
+    many as a batch has are put aside, they go on, the oldest first. Without `resample` rejected groups stay in the
+    batch, and `kept` tells which passed. waiting: what surrounds the waits.
     Raises RuntimeError with the pass rates when `most` prompts were asked for and too few groups passed.
     """
     under_way: dict[int, PendingPrompt] = {}
+    judging: set[Future[ScoredGroup]] = set()
     judged: list[ScoredGroup] = []
     first, put_aside = deque(pending), deque()
     full, asked = 0, 0
 
-    def next_request() -> Request | None:
+    def take(verdicts: Iterable[Future[ScoredGroup]]) -> None:
+        nonlocal full
+        for verdict in verdicts:
+            judging.remove(verdict)
+            judged.append(verdict.result())
+            full += judged[-1].kept or not resample
+
+    def next_prompt() -> PendingPrompt | None:
         nonlocal asked
-        if full + len(under_way) >= prompts or (asked == most and not first and not put_aside):
+        if full + len(under_way) + len(judging) >= prompts or (asked == most and not first and not put_aside):
             return None
         if first:
-            prompt = first.popleft()
-        elif len(put_aside) >= prompts or asked == most:
-            prompt = put_aside.popleft()
-        else:
-            asked += 1
-            prompt = ask()
+            return first.popleft()
+        if len(put_aside) >= prompts or asked == most:
+            return put_aside.popleft()
+        asked += 1
+        return ask()
+
+    def next_request() -> Request | None:
+        take([verdict for verdict in judging if verdict.done()])
+        while (prompt := next_prompt()) is None:
+            if under_way or not judging:
+                return None
+            with waiting():
+                verdicts = wait(judging, return_when=FIRST_COMPLETED).done
+            take(verdicts)
         under_way[prompt.draw] = prompt
         return request(prompt)
 
@@ -186,8 +182,7 @@ def fill_batch(
         if any(a.finish == CANCELLED for a in group):
             put_aside.append(replace(prompt, begun=group))
         else:
-            judged.append(judge(prompt, answered, group))
-            full += judged[-1].kept or not resample
+            judging.add(judge(prompt, answered, group))
     judged.sort(key=lambda j: j.prompt.draw)
     chosen = [j for j in judged if j.kept or not resample]
     if full < prompts:
@@ -231,6 +226,8 @@ def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
 
     def gather(name: str) -> Any:
         arrays = [getattr(r, name) for r in parts]
+        if name == "said" and any(a is not None for a in arrays):
+            arrays = [np.zeros(r.tokens.shape, bool) if a is None else a for r, a in zip(parts, arrays, strict=True)]
         if arrays[0] is None or isinstance(arrays[0], tuple):
             return arrays[0] and tuple(x for a in arrays for x in a)
         if arrays[0].ndim > 1:

@@ -22,6 +22,7 @@ class Answer:
     versions: np.ndarray  # int32 [n]
     finish: str  # eos, stop, length; cancelled: ended from outside, and may be continued
     experts: np.ndarray | None = None  # [n,L,K], where the routers sent each token, if the sampler records it
+    said: np.ndarray | None = None  # bool [n], tokens that an environment has said: see turns.py
 
 
 NOTHING = Answer(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), types.CANCELLED)

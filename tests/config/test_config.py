@@ -22,7 +22,7 @@ from jaxrl_llm.data.curation import cache_folder
 from jaxrl_llm.learner import learner
 from jaxrl_llm.models.transformer import LoRA, ModelConfig, RopeScaling
 from jaxrl_llm.objective import advantages, filters, losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Shaping, Updates
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Shaping, Term, Updates
 from jaxrl_llm.rewards import length
 from jaxrl_llm.types import Optimizer, Prompt, Task
 
@@ -35,7 +35,7 @@ BASE = Config(
     prime=Prime((Stage(40, {"clean": 1.0}), Stage(20, {"clean": 0.5, "recheck": 0.5}))),
     algorithm=replace(
         ALGORITHMS["dapo"],
-        shaping=Shaping(length_reward=partial(length.soft_overlong, cache_len=16)),
+        shaping=Shaping(terms={"overlong": Term(partial(length.soft_overlong, cache_len=16))}),
         updates_per_batch=2,
     ),
 )
@@ -66,7 +66,7 @@ def test_override_of_a_partials_keyword_keeps_its_other_keywords():
 
 
 def test_override_of_a_keyword_without_default_that_the_partial_has_bound():
-    reward = assign("algorithm.shaping.length_reward.cache_len=12").algorithm.shaping.length_reward
+    reward = assign("algorithm.shaping.terms.overlong.fn.cache_len=12").algorithm.shaping.terms["overlong"].fn
     assert reward(n_tokens=20, max_len=20) == -1
     assert reward.keywords == {"cache_len": 12.0}
 
@@ -245,7 +245,10 @@ BAD = [
         "optimizer.lr: inf is not valid; expected float|optimizer.lr is inf; expected a finite number",
     ),
     ("algorithm.loss.clip_high=1e999", "algorithm.loss.clip_high is inf; expected a finite number"),
-    ("algorithm.shaping.length_reward.cache_len=99", "algorithm.shaping.length_reward.cache_len is 99.*; expected 0 <"),
+    (
+        "algorithm.shaping.terms.overlong.fn.cache_len=99",
+        "shaping.terms.overlong.fn.cache_len is 99.*; expected 0 <",
+    ),
     ("model.rope_theta=0", r"model.rope_theta is 0\.0; expected a positive number"),
     ("model.norm_eps=-1", r"model.norm_eps is -1\.0; expected a positive number"),
     ("rollout..prompts=3", "--set is 'rollout..prompts=3'; expected path.to.field=value"),
@@ -421,8 +424,9 @@ COMPILED = ": needs the values of arrays; expected jax.numpy and no `if` on an a
         (_with(updates=Updates(phases=lambda mask: ())), r"updates.phases: <lambda> returns \(\); expected a tuple"),
         (_with(group_filter=lambda correct: correct), r"group_filter: <lambda> returns bool\[2,3\]; expected bool"),
         (_with(group_filter=lambda correct: correct.al()), "group_filter: <lambda>: AttributeError: 'numpy.ndarray'"),
-        (_with(shaping=Shaping(format_reward=lambda text: "good")), "format_reward: <lambda>: TypeError"),
-        (_with(shaping=Shaping(length_reward=lambda n_tokens: n_tokens[0])), r"length_reward: .* returns int32\[3\]"),
+        (_with(shaping=Shaping(terms={"a": Term(lambda text: "good")})), "terms.a.fn: <lambda>: TypeError"),
+        (_with(shaping=Shaping(terms={"a": Term(lambda n_tokens: n_tokens[0])})), r"terms.a.fn: .* returns int32\[3\]"),
+        (_with(shaping=Shaping(terms={"a": Term(lambda text: 0.0, warmup=-1)})), "terms.a.warmup is -1; expected at"),
     ],
 )  # fmt: skip
 def test_what_a_function_returns_is_checked_before_any_work(config, message):
@@ -461,9 +465,11 @@ def test_what_the_task_and_the_tokenizer_are_is_known_before_a_base_policy_is_ma
 
 def test_functions_outside_of_jit_may_be_written_in_numpy():
     in_numpy = Shaping(
-        length_reward=lambda n_tokens: np.where(np.asarray(n_tokens) > 3, 0.0, 1.0),
+        terms={
+            "a": Term(lambda n_tokens: np.where(np.asarray(n_tokens) > 3, 0.0, 1.0)),
+            "b": Term(lambda text: "#" in text),
+        },
         reward=lambda rewards: [float(r) for r in rewards],
-        format_reward=lambda text: "#" in text,
     )
     validate(_with(shaping=in_numpy, group_filter=lambda correct: [0 < c.sum() < len(c) for c in correct]))
 
@@ -496,7 +502,7 @@ def test_one_answer_a_prompt_is_refused_where_its_advantage_is_nothing():
 def test_every_method_runs_on_the_laptop_experiment_or_says_what_to_set(name):
     laptop, assignments = ROOT / "experiments" / "laptop_dapo.py", []
     values = {  # of what the message names
-        "rollout.max_prompt_tokens": "512", "algorithm.shaping.length_reward.cache_len": "16",
+        "rollout.max_prompt_tokens": "512", "algorithm.shaping.terms.overlong.fn.cache_len": "16",
         "teacher": "jaxrl_llm.run.teachers:run",
     }  # fmt: skip
     for _ in range(3):

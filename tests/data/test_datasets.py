@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.data import datasets
-from jaxrl_llm.sampler import groups
+from jaxrl_llm.sampler import scoring
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, Rollouts
 
 
@@ -176,5 +176,5 @@ def test_a_grade_that_is_no_finite_number_names_its_prompt(tmp_path, bad):
     grade = lambda prompt, text: bad if text == "b" else 1.0
     task = datasets.jsonl(write(tmp_path / "a.jsonl", numbered(50)), grade)
     with pytest.raises(ValueError, match="reward of prompt 41"):
-        groups.score(task, answers(["a", "b", "c"]))
-    assert [r.value for r in groups.score(task, answers(["a", "c"]))] == [1.0, 1.0]
+        scoring.score(task, answers(["a", "b", "c"]))
+    assert [r.value for r in scoring.score(task, answers(["a", "c"]))] == [1.0, 1.0]

@@ -12,7 +12,7 @@ from cases import CONFIG, PLAIN, REWARDS, rollouts_of, scored
 from jaxrl_llm.data import templates
 from jaxrl_llm.learner import batching, learner, train_step
 from jaxrl_llm.objective import advantages, corrections, filters, losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic, PromptChoice, Shaping, Updates
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic, PromptChoice, Shaping, Term, Updates
 from jaxrl_llm.rewards import format as formats
 from jaxrl_llm.rewards import length
 from jaxrl_llm.types import Optimizer, Reward
@@ -331,11 +331,11 @@ def test_a_reference_is_part_of_the_state_only_when_it_is_replaced(fields):
 
 def rewards_of(algorithm, answers, values, step=0):
     config = replace(CONFIG, algorithm=algorithm)
-    return learner.shaped_rewards(config, answers, [Reward(v, v > 0) for v in values], step).tolist()
+    return learner.shaped_rewards(config, answers, [Reward(v, v > 0) for v in values], step)[1].tolist()
 
 
 def test_kimi_s_length_reward_waits_for_its_warm_up():
-    a = replace(PLAIN, shaping=Shaping(length_reward=length.kimi_length, length_coef=0.5, length_warmup=3))
+    a = replace(PLAIN, shaping=Shaping(terms={"length": Term(length.kimi_length, weight=0.5, warmup=3)}))
     answers = rollouts_of([2, 4, 3, 3])
     assert rewards_of(a, answers, (0, 1, 1, 0), step=2) == [0, 1, 1, 0]
     assert rewards_of(a, answers, (0, 1, 1, 0), step=3) == [0, 0.75, 1, 0]  # wrong is never rewarded for being short
@@ -352,8 +352,8 @@ def test_l1_asks_for_a_length_and_judges_by_it():
 
 
 def test_nan_in_a_shaped_reward_names_the_prompt():
-    a = replace(PLAIN, shaping=Shaping(length_reward=lambda n_tokens: np.where(n_tokens == 5, np.nan, 0.0)))
-    with pytest.raises(ValueError, match="shaped rewards of prompt 1 are .*nan.*; expected finite numbers"):
+    a = replace(PLAIN, shaping=Shaping(terms={"bad": Term(lambda n_tokens: np.where(n_tokens == 5, np.nan, 0.0))}))
+    with pytest.raises(ValueError, match="shaping.terms.bad of prompt 1 are .*nan.*; expected finite numbers"):
         rewards_of(a, rollouts_of(SHAPE), (0, 1, 1, 0))
 
 
@@ -364,7 +364,7 @@ def test_a_template_that_does_not_fit_is_known_at_once():
 
 
 def test_a_format_reward_is_added():
-    a = replace(PLAIN, shaping=Shaping(format_reward=formats.think_answer))
+    a = replace(PLAIN, shaping=Shaping(terms={"format": Term(formats.think_answer)}))
     answers = replace(rollouts_of(SHAPE), texts=("a</think><answer>1</answer>", "a", "b</think>", "<answer>1</answer>"))
     assert rewards_of(a, answers, (0, 1, 0, 1)) == [1, 1, 0, 1]
 

@@ -12,7 +12,17 @@ import pytest
 
 from jaxrl_llm import config
 from jaxrl_llm.objective import advantages, corrections, filters, losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS, ARRAYS, Algorithm, Critic, PromptChoice, Shaping, Updates, call
+from jaxrl_llm.objective.algorithms import (
+    ALGORITHMS,
+    ARRAYS,
+    Algorithm,
+    Critic,
+    PromptChoice,
+    Shaping,
+    Term,
+    Updates,
+    call,
+)
 from jaxrl_llm.rewards import length
 from jaxrl_llm.run import teachers
 
@@ -30,6 +40,7 @@ GROUPS = {"shaping": Shaping, "prompts": PromptChoice, "updates": Updates}
 def with_function(field, fn):
     """An Algorithm with `fn` at `field`, which may be a group's: "updates.select"."""
     group, _, name = field.rpartition(".")
+    fn = {"mine": Term(fn)} if name == "terms" else fn
     return Algorithm(**{**GRPO, group or name: GROUPS[group](**{name: fn}) if group else fn})
 
 
@@ -50,8 +61,8 @@ def test_an_array_that_the_trainer_does_not_have_is_an_error_at_construction(fie
     def fn(surprise):
         return surprise
 
-    known = ", ".join(ARRAYS[field])
-    with pytest.raises(ValueError, match=f"algorithm.{field} asks for 'surprise'; the trainer has {known}$"):
+    known, named = ", ".join(ARRAYS[field]), field.replace(".terms", ".terms.mine.fn")
+    with pytest.raises(ValueError, match=f"algorithm.{named} asks for 'surprise'; the trainer has {known}$"):
         with_function(field, fn)
 
 
@@ -75,7 +86,7 @@ def test_no_name_that_the_trainer_passes_may_have_a_default_that_counts(field):
     name = ARRAYS[field][0]
     with_default = lambda value: eval(f"lambda {name}=value: {name}", {"value": value})
     for value in (1.5, 0.0, ()):
-        with pytest.raises(ValueError, match=f"algorithm.{field}: .*the default {name}="):
+        with pytest.raises(ValueError, match=f"algorithm.{field}.*: .*the default {name}="):
             with_function(field, with_default(value))
 
 
@@ -140,6 +151,8 @@ def row(value):
     """A method (or a part of one) as plain values; a function as its name and all its hyper-parameters."""
     if is_dataclass(value):
         return {f.name: row(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "paper"}
+    if isinstance(value, dict):
+        return {name: row(inner) for name, inner in value.items()}
     if callable(value):
         free = {
             n: p.default for n, p in inspect.signature(value).parameters.items() if p.default not in (p.empty, None)
@@ -157,7 +170,9 @@ def test_no_two_rows_are_equal_and_each_is_cited():
 
 def test_every_row_is_a_config_and_survives_json():
     base = config.load("experiments/laptop_dapo.py")
-    short = {"shaping": Shaping(signed_reward=True, length_reward=partial(length.soft_overlong, cache_len=16))}
+    short = {
+        "shaping": Shaping(signed_reward=True, terms={"overlong": Term(partial(length.soft_overlong, cache_len=16))})
+    }
     for name, a in ALGORITHMS.items():
         a = replace(a, **short) if name in ("dapo", "cispo") else a
         rollout = replace(base.rollout, prompts=48)
@@ -253,7 +268,8 @@ PLAIN_CLIP = ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})
 GSPO_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
 AR_CLIP = ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.24, "dual_clip": 10.0})
 STD = ("grpo", {"eps": 1e-6, "ddof": 1})
-OVERLONG = {"length_reward": ("soft_overlong", {"cache_len": 4096}), "length_coef": 1.0}
+TERM = {"weight": 1.0, "warmup": 0}
+OVERLONG = {"terms": {"overlong": TERM | {"fn": ("soft_overlong", {"cache_len": 4096})}}}
 K1_REWARD = {"kl": "k1", "kl_in": "reward"}
 CRITIC = {"kind": "network", "gamma": 1.0, "lam": 1.0, "clip": 0.2, "updates": 1, "mini_batches": 1, "pretrain": 0}
 GAE = {"gamma": 1.0, "lam": 1.0}
@@ -297,7 +313,7 @@ PAPERS = {
     },
     "opmd": {
         "advantage": "opmd", "loss": ("opmd", {"tau": 0.1}), "norm": "sequence", "optimizer_reset": True,
-        "length_reward": "kimi_length", "length_coef": 0.1, "length_warmup": 20, "prioritized": True,
+        "terms": {"length": {"fn": ("kimi_length", {}), "weight": 0.1, "warmup": 20}}, "prioritized": True,
         "updates_per_batch": 4,
     },
     "grpo": {"advantage": STD, "loss": PLAIN_CLIP, "norm": "sequence", "kl": "k3", "kl_coef": 0.04},
@@ -393,7 +409,8 @@ PAPERS = {
     },
     "r1_zero": {
         "advantage": STD, "loss": PLAIN_CLIP, "norm": "sequence", "kl": "k3", "kl_coef": 0.001, "kl_refresh": 400,
-        "template": "r1", "format_reward": ("think_answer", {"opened": True}), "updates_per_batch": 16,
+        "template": "r1", "terms": {"format": TERM | {"fn": ("think_answer", {"opened": True})}},
+        "updates_per_batch": 16,
     },
     "l1_exact": {
         "advantage": STD, "loss": PLAIN_CLIP, "norm": "sequence", "kl": "k3", "kl_coef": 0.001,
@@ -410,8 +427,8 @@ OFF = {
     "norm_length": None, "correction": None, "bypass": False, "kl": None, "kl_coef": 0.0, "kl_in": "loss",
     "kl_refresh": 0, "entropy_coef": 0.0, "nll_coef": 0.0, "token_advantage": None, "whiten": False, "critic": None,
     "memory": None, "group_filter": None, "updates_per_batch": 1, "optimizer_reset": False,
-    "signed_reward": False, "reward": None, "format_reward": None, "length_reward": None, "length_coef": 1.0,
-    "length_warmup": 0, "template": "none", "prioritized": False, "retire_above": None, "resample": True,
+    "signed_reward": False, "reward": None, "terms": {},
+    "template": "none", "prioritized": False, "retire_above": None, "resample": True,
     "overlong_filter": False, "epochs": 1, "select": None, "token_filter": None, "phases": None,
     "phase_weights": "batch", "routing_replay": "", "parts": None, "kl_unbiased": False, "distill_coef": 0.0,
 }  # fmt: skip
@@ -425,7 +442,7 @@ def test_a_row_says_what_its_paper_says(name):
     if have["critic"] is not None:  # its optimiser and first weights are the run's business
         have["critic"] = {k: v for k, v in have["critic"].items() if k in CRITIC}
     functions = {"advantage", "token_advantage", "loss", "correction", "memory", "group_filter", "reward", "template"}
-    functions |= {"format_reward", "length_reward", "select", "token_filter", "phases"}
+    functions |= {"select", "token_filter", "phases"}
     opened = lambda k, v: (v, {}) if k in functions and isinstance(v, str) else v
     assert have == {k: opened(k, v) for k, v in (OFF | PAPERS[name]).items()}
 

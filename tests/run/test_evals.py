@@ -53,7 +53,7 @@ def test_evaluate(monkeypatch, asked, available):
     """The sampler is stood in for: problem i gets i right answers of 4, and answers of i + 1 tokens."""
     calls = []
 
-    def sample_groups(engine, prompts, group, *, seed, draws, max_prompt_tokens):
+    def sample_groups(engine, prompts, group, *, seed, draws, max_prompt_tokens, step):
         calls.append((group, seed, draws.tolist(), max_prompt_tokens))
         ids = np.repeat([p.id for p in prompts], group)
         right = np.tile(np.arange(group), len(prompts)) < ids

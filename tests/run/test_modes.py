@@ -11,7 +11,7 @@ from cases import CONFIG, PLAIN
 from jaxrl_llm.objective import filters
 from jaxrl_llm.run import metrics, trainer
 from jaxrl_llm.run.modes import MODES, Position
-from jaxrl_llm.sampler import groups
+from jaxrl_llm.sampler import groups, scoring
 from jaxrl_llm.types import CANCELLED, Reward
 
 
@@ -96,7 +96,7 @@ def test_what_goes_wrong_in_the_thread_is_told(schedule, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("in the verifier")
 
-    monkeypatch.setattr(groups, "score", broken)
+    monkeypatch.setattr(scoring, "begin_scoring", broken)
     with pytest.raises(ZeroDivisionError, match="in the verifier"):
         run(schedule)
 

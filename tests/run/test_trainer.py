@@ -13,7 +13,7 @@ from jaxrl_llm.learner import learner as learner_module
 from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.learner.train_step import init_state, make_logprobs
 from jaxrl_llm.objective import advantages, filters, losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, PromptChoice, Shaping
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, PromptChoice, Shaping, Term
 from jaxrl_llm.rewards.length import soft_overlong
 from jaxrl_llm.run import modes, trainer
 from jaxrl_llm.types import Reward
@@ -126,10 +126,14 @@ def test_kl_in_the_reward_lowers_the_reward_by_the_summed_k1():
 
 
 def test_rewards_are_signed_and_punished_for_tokens_not_characters():
-    algorithm = replace(PLAIN, shaping=Shaping(signed_reward=True, length_reward=partial(soft_overlong, cache_len=4)))
+    algorithm = replace(
+        PLAIN, shaping=Shaping(signed_reward=True, terms={"overlong": Term(partial(soft_overlong, cache_len=4))})
+    )
     config = replace(CONFIG, algorithm=algorithm)
     rewards = [Reward(v, v > 0) for v in (1, 0, 1, 0)]  # ints, which an integer array would have cut
     got = learner_module.shaped_rewards(config, rollouts_of([6, 7, 9, 10]), rewards, 0)
+    rewards, got = got
+    assert [r.parts["overlong"] for r in rewards] == [0, -0.25, -0.75, -1]
     np.testing.assert_allclose(got, [1, -1.25, 0.25, -2], rtol=1e-6)
     assert got.dtype == np.float32
 
@@ -157,7 +161,12 @@ def test_the_optimiser_is_reset_for_every_batch_when_asked():
 
 def test_rollout_metrics_by_hand():
     answers = rollouts_of([2, 4, 10, 6])
-    rewards = tuple(Reward(v, c) for v, c in ((1.0, True), (0.5, False), (0.0, False), (0.0, False)))
+    rewards = (
+        Reward(1.0, True, "1", {"format": 1.0}),
+        Reward(0.5, False, "2"),
+        Reward(0.0, False, None, {"format": 0.5}),
+    )
+    rewards += (Reward(0.0, False, outcome="timed_out"),)
     seen = replace(scored(answers, [0] * 4), rewards=rewards, all_rewards=rewards, all_kept=np.array([True, False]))
     versions = np.array([[7] * 10, [7] * 10, [5] * 4 + [6] * 6, [8] * 10], np.int32)
     seen = replace(seen, rollouts=replace(answers, versions=versions), stale=3)
@@ -166,7 +175,9 @@ def test_rollout_metrics_by_hand():
         "reward/mean": 0.375, "accuracy": 0.25, "groups/all_correct": 0.0, "groups/all_wrong": 0.5,
         "length/mean": 5.5, "length/max": 10.0, "length/correct": 2.0, "length/wrong": 20 / 3, "truncated": 0.25,
         "reward/std": np.std([1, 0.5, 0, 0]), "groups/sampled": 2, "groups/stale": 3,
-        "length/accepted": 3, "length/rejected": 8, "staleness/mean": (6 + 4 * 3 + 6 * 2) / 22, "staleness/max": 3,
+        "reward/wrong": 1, "reward/unparsed": 1, "reward/timed_out": 1, "reward/out_of_memory": 0, "reward/crashed": 0,
+        "part/format": 0.75, "length/accepted": 3, "length/rejected": 8,
+        "staleness/mean": (6 + 4 * 3 + 6 * 2) / 22, "staleness/max": 3,
     }  # fmt: skip
     assert row.keys() == want.keys()
     for name, value in want.items():

@@ -1,8 +1,10 @@
 """The stream of problems, dynamic sampling with a fake sampler, and verifiers that misbehave."""
 
+import contextlib
 import math
 import time
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -18,11 +20,11 @@ from jaxrl_llm.sampler.groups import (
     fill_batch,
     passes_filter,
     sample_groups,
-    score,
     to_rollouts,
 )
 from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
+from jaxrl_llm.sampler.scoring import score
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, Prompt, Reward, Task
 
 # --- the stream ---------------------------------------------------------------------------------------------------
@@ -125,13 +127,28 @@ def answer(draw, g, finish=EOS, n=None):
 
 
 def fill(
-    outcomes, keep=mixed, *, most=40, resample=True, order=lambda ready: 0, value=float, cuts=(), pending=(), start=40
-):
+    outcomes, keep=mixed, *, most=40, resample=True, order=lambda ready: 0, value=float, cuts=(), pending=(), start=40,
+    verdicts=None,
+):  # fmt: skip
     """`fill_batch` where draw 40 + i has outcomes[i]. order: which of the requests under way is answered next.
 
-    cuts: draws that their budget cuts, as often as they are listed. Returns the batch and a log of what happened.
+    cuts: draws that their budget cuts, as often as they are listed. verdicts: which of the groups that are being judged
+    gets its verdict next, after some answers and when all wait; None: at once. Returns the batch and a log of what
+    happened.
     """
-    log, left, cuts = [], iter(range(start, 40 + len(outcomes))), list(cuts)
+    log, left, cuts, judging = [], iter(range(start, 40 + len(outcomes))), list(cuts), []
+
+    @contextlib.contextmanager
+    def waiting():
+        log.append(("wait", None))
+        judged()
+        yield
+
+    def judged():
+        if judging:
+            verdict, scored = judging.pop(verdicts(judging))
+            log.append(("verdict", scored.prompt.draw))
+            verdict.set_result(scored)
 
     def ask():
         return PendingPrompt(next(left), 100)
@@ -152,16 +169,23 @@ def fill(
             cut = r.draw in cuts
             if cut:
                 cuts.remove(r.draw)
+            if verdicts and len(log) % 3 == 0:
+                judged()
             yield r, tuple(answer(r.draw, g, CANCELLED if cut and g == 0 else EOS) for g in range(GROUP))
 
     def judge(asked, r, group):
         rewards = tuple(Reward(value(right), right) for right in RIGHT[outcomes[asked.draw - 40]])
         made = to_rollouts(TOKENIZER, (Prompt(asked.draw, ""),), (r,), (group,))
         shaped = np.array([x.value for x in rewards], np.float32)
-        return ScoredGroup(asked, made, rewards, shaped, passes_filter(keep, rewards, shaped))
+        verdict, scored = Future(), ScoredGroup(asked, made, rewards, shaped, passes_filter(keep, rewards, shaped))
+        if verdicts is None:
+            verdict.set_result(scored)
+        else:
+            judging.append((verdict, scored))
+        return verdict
 
-    got = fill_batch(sample, ask, request, judge, prompts=PROMPTS, most=most, resample=resample, pending=pending)
-    return got, log
+    limits = {"prompts": PROMPTS, "most": most, "resample": resample}
+    return fill_batch(sample, ask, request, judge, **limits, pending=pending, waiting=waiting), log
 
 
 def check_groups(scored, draws):
@@ -195,6 +219,20 @@ def test_the_batch_is_that_of_the_first_draws_in_whatever_order_they_are_answere
     assert [r.correct for r in scored.all_rewards] == [x for o in outcomes[:9] for x in RIGHT[o]]
     assert scored.unfinished == ()
     assert [d for what, d in log if what == "ask"] == list(range(40, 49))
+
+
+@pytest.mark.parametrize("verdicts", ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_batch_is_the_same_in_whatever_order_verdicts_come(order, verdicts):
+    outcomes = [SOME, ALL, NONE, SOME, ALL, NONE, SOME, NONE, SOME, SOME, SOME]
+    scored, log = fill(outcomes, order=ORDERS[order], verdicts=ORDERS[verdicts])
+    check_groups(scored, [40, 43, 46, 48])
+    assert scored.all_rollouts.draws.tolist() == list(range(40, 49))
+    assert [d for what, d in log if what == "ask"] == list(range(40, 49))
+    under_way = 0
+    for what, _ in log:  # a verdict is waited for only when there is nothing to draw
+        under_way += {"ask": 1, "answer": -1}.get(what, 0)
+        assert what != "wait" or under_way == 0
 
 
 def test_a_rejected_group_is_replaced_at_once_and_the_batch_stays_full():
@@ -309,7 +347,7 @@ def test_a_bad_reward_names_the_prompt(what, message):
 class FakeEngine:
     tokenizer, max_tokens, sampling, stop = TOKENIZER, 5, Sampling(0.5), ("x",)
 
-    def sample(self, next_request):
+    def sample(self, next_request, latest=None):
         while (r := next_request()) is not None:
             assert (r.max_tokens, r.sampling, r.stop, r.seed) == (5, Sampling(0.5), ("x",), 9)
             yield r, tuple(answer(r.draw, g) for g in range(r.group))
