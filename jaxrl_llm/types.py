@@ -61,7 +61,8 @@ class Task:
     """Problems, a verifier and, for tasks a small model is primed on, traces of reasoning.
 
     `reward(prompt, response_text, finish) -> Reward` gets the response without its end-of-sequence token.
-    `trace(prompt, behaviour, seed) -> str` writes a worked response in one of `behaviours`.
+    `trace(prompt, behaviour, seed) -> str` writes a worked response in one of `behaviours`; as a tuple of texts it
+    is of several turns: what the policy writes and, between, what the environment says, which is not learnt.
     `step(prompt, response_text, finish) -> str | None` makes it an environment: what it says to an answer that has
     ended, which then goes on behind it, or None. It depends on the prompt and the text alone. Reward and step may have
     a method `submit` of the same arguments that returns a Future: answers are then judged while others are drawn.
@@ -70,7 +71,7 @@ class Task:
     train: Sequence[Prompt]
     test: Sequence[Prompt]
     reward: Callable[[Prompt, str, str], Reward]
-    trace: Callable[[Prompt, str, int], str] | None = None
+    trace: Callable[[Prompt, str, int], str | tuple[str, ...]] | None = None
     behaviours: tuple[str, ...] = ()
     step: Callable[[Prompt, str, str], str | None] | None = None
 

@@ -59,13 +59,17 @@ def traces(task: Task, tokenizer: Tokenizer, prime: Prime, seed: int, start: int
     for batch in range(start, sum(s.batches for s in prime.stages)):
         prompts, draws, _ = stream.take(batch * n, n)
         names = behaviours(prime, seed, batch)
-        texts = tuple(task.trace(p, str(b), int(d)) for p, b, d in zip(prompts, names, draws, strict=True))
+        turns = [task.trace(p, str(b), int(d)) for p, b, d in zip(prompts, names, draws, strict=True)]
+        turns = [(t,) if isinstance(t, str) else t for t in turns]
         questions = list(map(tokenizer.encode_prompt, prompts))
-        answers = [[*tokenizer.encode(t), tokenizer.eos_ids[0]] for t in texts]
-        tokens = pad(answers)
+        parts = [[*map(tokenizer.encode, t[:-1]), [*tokenizer.encode(t[-1]), tokenizer.eos_ids[0]]] for t in turns]
+        answers = [sum(of, []) for of in parts]
+        said = pad([[i % 2 for i, part in enumerate(of) for _ in part] for of in parts]).astype(bool)
+        tokens, texts = pad(answers), tuple(map("".join, turns))
         lengths = [np.array([len(t) for t in rows], np.int32) for rows in (questions, answers)]
         finish, logp = np.full(n, types.EOS), np.zeros(tokens.shape, np.float32)
-        yield Rollouts(prompts, pad(questions), lengths[0], tokens, logp, lengths[1], finish, texts, draws)
+        given = prompts, pad(questions), lengths[0], tokens, logp, lengths[1], finish, texts, draws
+        yield Rollouts(*given, said=said if said.any() else None)
 
 
 def made_of(config: Config) -> dict[str, Any]:

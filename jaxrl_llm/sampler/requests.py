@@ -93,9 +93,12 @@ class StopSearch:
 
     def find(self, tokens: Sequence[int], searched: int) -> int | None:
         """Tokens up to the one that completes a stop string, which is none of the first `searched`; None: no stop."""
-        holds = lambda n: any(s in self.tokenizer.decode(tokens[self.start : n]) for s in self.stop)
-        if holds(len(tokens)):
-            return next(n for n in range(min(searched + 1, len(tokens)), len(tokens) + 1) if holds(n))
+        text_up_to = lambda n: self.tokenizer.decode(tokens[self.start : n])
+        if any(s in text_up_to(len(tokens)) for s in self.stop):
+            old = len(text_up_to(searched).rstrip("\ufffd"))  # an answer of several turns has stopped before
+            new = lambda text: any(s in text and text.rfind(s) + len(s) > old for s in self.stop)
+            if new(text_up_to(len(tokens))):
+                return next(n for n in range(searched + 1, len(tokens) + 1) if new(text_up_to(n)))
         self._advance(tokens)
         return None
 

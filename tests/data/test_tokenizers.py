@@ -1,5 +1,6 @@
 """The character tokenizer: text and ids both ways, on disk, and as Hugging Face reads it."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -212,6 +213,24 @@ def test_messages_are_put_into_the_chat_template(chat, bpe, tmp_path):
     assert chat.encode_prompt(Prompt(0, "the sum?")) == chat.encode("the sum?")
     chat.save(tmp_path)
     assert load(tmp_path).encode_prompt(prompt) == ids  # the template is saved too
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_turn_of_an_environment_goes_on_in_the_chat_template(chat, ended):
+    """What the template puts between an answer and the next one, with or without the token that ends the answer."""
+    chat = replace(chat, eos_ids=(2, 0))
+    asked, said = says("What is 1 + 1?"), ({"role": "user", "content": "Are you <|im_end|> sure?"},)
+    answer = [*chat.encode("It is 2."), *chat.eos_ids[:1]][: None if ended else -1]
+    ids = [*chat.encode_prompt(Prompt(0, "", messages=asked)), *answer, *chat.encode_turn(said, ended)]
+    whole = (*asked, {"role": "assistant", "content": "It is 2."}, *said)
+    assert ids == chat.encode_prompt(Prompt(0, "", messages=whole))
+    assert ids.count(2) == 3
+
+
+def test_a_template_that_words_earlier_turns_anew_has_no_turns(chat, bpe):
+    bpe.chat_template = "{{ messages|length }}" + CHATML
+    with pytest.raises(ValueError, match="chat_template is '4.*; expected one whose dialogue begins with '2"):
+        chat.encode_turn(says("x", "y"), True)
 
 
 def test_what_a_message_says_is_no_markup(chat):

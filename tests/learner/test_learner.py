@@ -363,6 +363,51 @@ def test_a_template_that_does_not_fit_is_known_at_once():
         learner.build(replace(CONFIG, algorithm=replace(PLAIN, prompts=PromptChoice(named))))
 
 
+def test_terms_are_summed_and_kept_as_parts():
+    """By hand: reward (or the verifier's value) + Σ weight·term; functions of a text, of a prompt, of a whole group."""
+    terms = {
+        "format": Term(lambda text: float(text.endswith("!")), weight=0.5),
+        "overlong": Term(partial(length.soft_overlong, cache_len=4), weight=2.0),
+        "kimi": Term(length.kimi_length, weight=0.25, warmup=1),
+        "asked": Term(lambda prompt, finish, n_tokens: prompt.id * n_tokens * (finish == "length"), weight=0.0),
+    }
+    a = replace(PLAIN, shaping=Shaping(signed_reward=True, terms=terms))
+    answers = replace(rollouts_of([7, 10, 8, 10]), texts=("a!", "b", "!c", "d!"))
+    verdicts = [Reward(1.0, True, parts={"steps": 3.0}), Reward(0.0, False), Reward(0.0, False), Reward(1.0, True)]
+    rewards, values = learner.shaped_rewards(replace(CONFIG, algorithm=a), answers, verdicts, 0)
+    assert [r.value for r in rewards] == [1, 0, 0, 1]  # the verifier's word stays
+    parts = [
+        {"steps": 3.0, "format": 1.0, "overlong": -0.25, "kimi": 0.5, "asked": 0.0},
+        {"format": 0.0, "overlong": -1.0, "kimi": -0.5, "asked": 0.0},
+        {"format": 0.0, "overlong": -0.5, "kimi": 0.0, "asked": 0.0},
+        {"format": 1.0, "overlong": -1.0, "kimi": -0.5, "asked": 10.0},
+    ]
+    assert [r.parts for r in rewards] == parts
+    base = np.array([1, -1, -1, 1]) + np.array([0.5, 0, 0, 0.5]) + 2 * np.array([-0.25, -1, -0.5, -1])
+    np.testing.assert_allclose(values, base)
+    _, later = learner.shaped_rewards(replace(CONFIG, algorithm=a), answers, verdicts, 1)
+    np.testing.assert_allclose(later, base + 0.25 * np.array([0.5, -0.5, 0, -0.5]))
+
+
+def test_gdpo_gets_the_terms_it_names():
+    shaping = Shaping(parts=("format", "correct"), terms={"format": Term(lambda text: len(text) / 38)})
+    a = replace(ALGORITHMS["gdpo"], shaping=shaping)
+    answers, verdicts = (
+        rollouts_of(SHAPE),
+        [Reward(0.3, True), Reward(0.1, False), Reward(0.0, False), Reward(1.0, True)],
+    )
+    verdicts[2] = replace(verdicts[2], outcome="timed_out")
+    rewards, _ = learner.shaped_rewards(replace(CONFIG, algorithm=a), answers, verdicts, 0)
+    parts = learner.reward_parts(a, replace(scored(answers, REWARDS), rewards=tuple(rewards)))
+    assert parts.tolist() == [[[1, 1], [1, 0]], [[1, 0], [1, 1]]]
+    a = replace(a, shaping=Shaping(parts=("correct", "proof")))
+    lost = scored(answers, REWARDS)
+    with pytest.raises(ValueError, match="expected a finite number for each of algorithm.shaping.parts"):
+        learner.reward_parts(a, lost)
+    crashed = tuple(replace(r, outcome="crashed") for r in lost.rewards)
+    assert not learner.reward_parts(a, replace(lost, rewards=crashed))[..., 1].any()
+
+
 def test_a_format_reward_is_added():
     a = replace(PLAIN, shaping=Shaping(terms={"format": Term(formats.think_answer)}))
     answers = replace(rollouts_of(SHAPE), texts=("a</think><answer>1</answer>", "a", "b</think>", "<answer>1</answer>"))
