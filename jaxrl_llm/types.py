@@ -53,6 +53,7 @@ class Reward:
     correct: bool
     parsed: str | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    outcome: str = "scored"  # or timed_out, out_of_memory, crashed
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Task:
     reward: Callable[[Prompt, str, str], Reward]
     trace: Callable[[Prompt, str, int], str] | None = None
     behaviours: tuple[str, ...] = ()
+    step: Callable | None = None
 
 
 @dataclass(frozen=True)
