@@ -22,10 +22,10 @@ def step(
     prompt: Prompt, text: str, finish: str, *, index: Path | str, turns: int = 4, passages: int = 3,
 ) -> str | None:  # fmt: skip
     """The passages that a query at the end of `text` finds, in <result>; None: no query, or `turns` results before."""
-    words = request(text, finish, "search", "result", turns)
-    if words is None:
+    asked = request(text, finish, "search", "result", turns)
+    if asked is None:
         return None
-    found = [_TAG.sub("", passage).strip() for passage in search.query(index, words, passages)]
+    found = [_TAG.sub("", passage).strip() for passage in search.query(index, asked, passages)]
     return "\n<result>\n" + ("\n\n".join(found) or "No passage found.") + "\n</result>\n"
 
 

@@ -62,15 +62,15 @@ def check_tests(answer: Any) -> Mapping[str, Any]:
         ) from error
     keys = set(tests) if isinstance(tests, Mapping) else None
     expect(keys in ({"stdin"}, {"function", "cases"}), "tests", tests, "an object with stdin, or function and cases")
-    pairs = tests["stdin"] if "stdin" in tests else tests["cases"]
-    listed = isinstance(pairs, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs)
-    expect(listed and len(pairs), "tests", pairs, "a list of pairs, given and expected, at least one")
-    first = str if "stdin" in tests else (list, tuple)
-    expect(all(isinstance(given, first) for given, _ in pairs), "tests", pairs, f"pairs that begin with {first}")
+    pairs = tests.get("stdin", tests.get("cases"))
+    paired = isinstance(pairs, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs)
+    expect(paired and len(pairs), "tests", pairs, "a list of pairs, given and expected, at least one")
     if "stdin" in tests:
-        expect(all(isinstance(out, str) for _, out in pairs), "tests", pairs, "pairs of texts")
+        expect(all(isinstance(text, str) for pair in pairs for text in pair), "tests", pairs, "pairs of texts")
     else:
         expect(str(tests["function"]).isidentifier(), "function", tests["function"], "the name of a function")
+        listed = all(isinstance(arguments, list | tuple) for arguments, _ in pairs)
+        expect(listed, "tests", pairs, "a list of arguments first in each pair")
     return tests
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Mapping
@@ -34,16 +35,8 @@ VERDICTS = {"correct": 1.0, "incorrect": 0.0}
 PARAMETERS = {"temperature": 0.0, "max_tokens": 512}
 TABLES = """create table if not exists answers (key text primary key, text text);
 create table if not exists calls (id integer primary key, at real, tokens integer)"""
-
-
-class _Stay(request.HTTPRedirectHandler):
-    """A redirection is an error: the key is for this endpoint alone."""
-
-    def redirect_request(self, *args: Any) -> None:
-        return None
-
-
-_OPENER = request.build_opener(_Stay)
+# A redirection is an error: the key is for this endpoint alone.
+OPENER = request.build_opener(type("Stay", (request.HTTPRedirectHandler,), {"redirect_request": lambda *args: None}))
 
 
 def reward(
@@ -60,10 +53,11 @@ def reward(
     url: of the endpoint, up to /v1. cache: an SQLite file, which processes may share, of replies by model, messages
     and parameters; it also counts what was spent. template: of {question}, {answer}, {response} and {mark}, a line that
     is not in the response. key_variable: the environment variable with the key; None: no key. Errors 429 and 5xx,
-    timeouts and broken replies are tried again after backoff_s, then twice as long …, or what Retry-After says.
+    timeouts and broken replies are tried again after backoff_s, then twice as long, … or what Retry-After says.
     max_calls, max_tokens: over the life of the cache file, tries counted, running calls at their `max_tokens`; then
-    the value is when_spent, or None: RuntimeError. per_minute: calls, of all that share the cache.
-    Raises ValueError for bad settings and what the endpoint refuses, RuntimeError if it fails `tries` times.
+    the value is when_spent. per_minute: calls, of all that share the cache.
+    Raises ValueError for bad settings and what the endpoint refuses, RuntimeError if it fails `tries` times, or if the
+    budget is spent and when_spent is None.
     """
     expect(tries >= 1, "tries", tries, "at least 1")
     expect("{response}" in template, "template", template, "a text with {response}")
@@ -72,44 +66,42 @@ def reward(
     expect(secret or not key_variable, "key_variable", key_variable, "the name of an environment variable that is set")
     if finish not in (EOS, STOP):
         return Reward(0.0, False)
-    mark = f"=== {hashlib.sha256(text.encode(errors='replace')).hexdigest()[:12]} ==="  # no response can hold its own
+    mark = f"=== {hashlib.sha256(text.encode(errors='replace')).hexdigest()[:12]} ==="  # no text can hold its own
     said = template.format(question=prompt.text, answer=prompt.answer, response=text, mark=mark)
     body = {**parameters, "model": model, "messages": [{"role": "user", "content": said}]}
-    key = hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
-    send = lambda: _send(url, body, secret, timeout_s)
+    key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    tokens = len(said) // 4 + int(parameters.get("max_tokens", 0))
     with closing(sqlite3.connect(cache, timeout=60, isolation_level=None)) as base:
         base.executescript(TABLES)
-        reply = _cached(base, key)
+        reply, why, wait = _cached(base, key), "", 0.0
         for attempt in range(tries):
             if reply is not None:
                 break
-            call = _reserved(
-                base, len(said) // 4 + int(parameters.get("max_tokens", 0)), max_calls, max_tokens, per_minute
-            )
-            if call is None and when_spent is None:
-                raise RuntimeError(
-                    f"judge {model}: {cache} has no budget left (max_calls={max_calls}, max_tokens={max_tokens})"
-                )
+            time.sleep(wait)
+            call = _reserved(base, tokens, max_calls, max_tokens, per_minute)
             if call is None:
-                return Reward(when_spent, False)
-            reply, tokens, why, wait = send()
-            base.execute("update calls set tokens = ? where id = ?", (tokens, call))
+                spent = f"no budget left in {cache} (max_calls={max_calls}, max_tokens={max_tokens})"
+                return _or_raise(when_spent, f"judge {model}: {spent}")
+            reply, used, why, asked = _send(url, body, secret, timeout_s)
+            base.execute("update calls set tokens = ? where id = ?", (used, call))
+            wait = min(60.0, backoff_s * 2**attempt if asked is None else asked)
             if reply is not None:
                 base.execute("insert or ignore into answers values (?, ?)", (key, reply))
                 reply = _cached(base, key)  # another process may have been first: all have one verdict
-            elif attempt < tries - 1:
-                time.sleep(min(60.0, backoff_s * 2**attempt if wait is None else wait))
-        if reply is None:
-            raise RuntimeError(f"judge {url}: {why}, {tries} times")
-    return _verdict(reply, verdicts)
+    return _or_raise(None, f"judge {url}: {why}, {tries} times") if reply is None else _verdict(reply, verdicts)
+
+
+def _or_raise(value: float | None, message: str) -> Reward:
+    if value is None:
+        raise RuntimeError(message)
+    return Reward(float(value), False)
 
 
 def _verdict(reply: str, verdicts: Mapping[str, float]) -> Reward:
-    last = reply.strip().rpartition("\n")[2].strip()
-    name = last.removeprefix("Verdict: ")
-    if not last.startswith("Verdict: ") or name not in verdicts:
+    name = re.fullmatch(r"Verdict: (.+)", reply.strip().rpartition("\n")[2].strip())
+    if name is None or name[1] not in verdicts:
         return Reward(0.0, False)
-    return Reward(float(verdicts[name]), verdicts[name] >= 1, name)
+    return Reward(float(verdicts[name[1]]), verdicts[name[1]] >= 1, name[1])
 
 
 def _cached(base: sqlite3.Connection, key: str) -> str | None:
@@ -117,18 +109,15 @@ def _cached(base: sqlite3.Connection, key: str) -> str | None:
     return row and row[0]
 
 
-def _reserved(
-    base: sqlite3.Connection, tokens: int, max_calls: int | None, max_tokens: int | None, per_minute: float | None
-) -> int | None:
+def _reserved(base: sqlite3.Connection, tokens: int, max_calls: Any, max_tokens: Any, per_minute: Any) -> int | None:
     """The number of a call that the budget allows, once it is its turn; None: spent. One at a time in all processes."""
     base.execute("begin immediate")
-    calls, spent, last = base.execute("select count(*), total(tokens), total(max(at)) from calls").fetchone()
+    calls, spent, last = base.execute("select count(*), total(tokens), coalesce(max(at), 0.0) from calls").fetchone()
     at, call = max(time.time(), last + 60 / per_minute if per_minute else 0.0), None
-    if calls < (max_calls or calls + 1) and spent + tokens <= (max_tokens or spent + tokens):
+    if (max_calls is None or calls < max_calls) and (max_tokens is None or spent + tokens <= max_tokens):
         call = base.execute("insert into calls (at, tokens) values (?, ?)", (at, tokens)).lastrowid
     base.execute("commit")
-    if call is not None:
-        time.sleep(max(0.0, at - time.time()))
+    time.sleep(max(0.0, at - time.time()) if call else 0.0)
     return call
 
 
@@ -137,16 +126,15 @@ def _send(url: str, body: dict, secret: str | None, timeout_s: float) -> tuple[s
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
     sent = request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
     try:
-        with _OPENER.open(sent, timeout=timeout_s) as answer:
+        with OPENER.open(sent, timeout=timeout_s) as answer:
             data = json.loads(answer.read(2**24))
-        text = data["choices"][0]["message"]["content"] or ""
-        return str(text), int((data.get("usage") or {}).get("total_tokens") or len(str(body) + text) // 4), "", None
+        text = (data["choices"][0]["message"]["content"] or "").encode(errors="replace").decode()
+        return text, int((data.get("usage") or {}).get("total_tokens") or len(str(body) + text) // 4), "", None
     except error.HTTPError as problem:
         why = f"HTTP {problem.code}: {problem.read(500).decode(errors='replace')}"
         why = why.replace(secret, "***") if secret else why
-        if problem.code != 429 and problem.code < 500:
-            raise ValueError(f"judge {url}: {why}") from None
+        expect(problem.code == 429 or problem.code >= 500, f"judge {url}", why, "an endpoint that takes the call")
         after = problem.headers.get("Retry-After", "")
         return None, 0, why, float(after) if after.isdigit() else None
-    except (OSError, HTTPException, ValueError, LookupError, TypeError) as problem:
+    except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as problem:
         return None, 0, f"{type(problem).__name__}: {problem}", None
