@@ -1,29 +1,20 @@
 """A task as a Python object, and what the environments of this room share."""
 
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any
 
-from jaxrl_llm.types import EOS, STOP, Prompt, Reward, Task, expect
-
-
-class Environment(Protocol):
-    """What `as_task` takes. `step` may be absent, or None, where an answer is a single turn."""
-
-    def prompts(self, split: Literal["train", "test"]) -> Sequence[Prompt]:
-        """The problems of a split."""
-
-    def step(self, prompt: Prompt, text: str, finish: str) -> str | None:
-        """What the environment says next. text: all that the policy and the environment have said; None: it is over.
-
-        It depends on its arguments alone, since an answer may be continued elsewhere.
-        """
-
-    def score(self, prompt: Prompt, text: str, finish: str) -> Reward:
-        """The reward of a whole answer, in which the environment's turns stand too."""
+from jaxrl_llm.types import EOS, STOP, Task, expect
 
 
-def as_task(env: Environment) -> Task:
-    """The task of an environment. Raises ValueError for a missing method or an empty split."""
+def as_task(env: Any) -> Task:
+    """The task of any object with these methods; `step` may be absent, or None, where an answer is a single turn.
+
+        prompts(split) -> Sequence[Prompt]           split: "train" or "test"
+        step(prompt, text, finish) -> str | None     what the environment says next; None: the answer is over
+        score(prompt, text, finish) -> Reward        of a whole answer, in which the environment's turns stand too
+
+    text: all that the policy and the environment have said. `step` depends on its arguments alone, since an answer may
+    be continued elsewhere. Raises ValueError for a missing method or an empty split.
+    """
     for name in ("prompts", "score"):
         expect(callable(getattr(env, name, None)), "env", env, f"an object with a method {name}")
     train, test = env.prompts("train"), env.prompts("test")

@@ -22,7 +22,7 @@ def step(
         return None
     done = sandbox.run(program, limits=limits, unsafe=unsafe)
     error = done.stderr.strip().rpartition("\n")[2] if done.ended == "exited" else done.ended.replace("_", " ")
-    said = "\n".join(part for part in (done.stdout.strip(), error) if part).replace("</output>", "").strip()
+    said = "\n".join(part for part in (done.stdout.strip(), error) if part).replace("</output>", " ").strip()
     if len(said) > max_chars:
         said = f"{said[: max_chars // 2]}\n…\n{said[-max_chars // 2 :]}"
     return f"\n<output>\n{said}\n</output>\n"

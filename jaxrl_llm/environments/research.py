@@ -25,7 +25,7 @@ def step(
     asked = request(text, finish, "search", "result", turns)
     if asked is None:
         return None
-    found = [_TAG.sub("", passage).strip() for passage in search.query(index, asked, passages)]
+    found = [_TAG.sub(" ", passage).strip() for passage in search.query(index, asked, passages)]
     return "\n<result>\n" + ("\n\n".join(found) or "No passage found.") + "\n</result>\n"
 
 

@@ -3,11 +3,14 @@
 import json
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.types import expect
+
+READING = Lock()
 
 
 def _bm25s() -> Any:
@@ -18,7 +21,7 @@ def _bm25s() -> Any:
     return bm25s
 
 
-def _words(texts: list[str]) -> Any:
+def _words(texts: list[str]) -> list[list[str]]:
     return _bm25s().tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
 
 
@@ -32,14 +35,15 @@ def build(passages: Path | str, index: Path | str) -> int:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{passages}:{number}: not JSON ({error}); expected an object a line") from error
-            text = row.get("text") if isinstance(row, dict) else row
-            expect(isinstance(text, str) and text.strip(), f"{passages}:{number}: text", text, "text")
-            texts.append(f"{row['title']}\n{text}" if row.get("title") else text)
-    expect(texts, str(passages), 0, "at least one passage")
+                texts.append("\n".join(filter(None, (row.get("title"), row["text"]))))
+                texts[-1].encode()
+            except (ValueError, LookupError, AttributeError, TypeError) as error:
+                row = f"{passages}:{number} is {line[:80]!r} ({error!r})"
+                raise ValueError(f'{row}; expected {{"text": …}}') from error
+    words = _words(texts) if texts else []
+    expect(any(words), str(passages), texts[:3], "at least one passage with a word")
     retriever = _bm25s().BM25()
-    retriever.index(_words(texts), show_progress=False)
+    retriever.index(words, show_progress=False)
     retriever.save(str(index), corpus=texts, show_progress=False)
     return len(texts)
 
@@ -62,4 +66,5 @@ def query(index: Path | str, words: str, k: int = 3) -> list[str]:
     scores = retriever.get_scores(known)
     least = np.partition(scores, -k)[-k] if k < len(scores) else 0.0
     found = np.flatnonzero(scores >= max(least, np.finfo(scores.dtype).tiny))
-    return [retriever.corpus[int(i)]["text"] for i in found[np.argsort(-scores[found], kind="stable")][:k]]
+    with READING:  # the file of passages has one position for all threads
+        return [retriever.corpus[int(i)]["text"] for i in found[np.argsort(-scores[found], kind="stable")][:k]]

@@ -1,12 +1,9 @@
 """Rewards for programs: what they print or return, beside what a problem's tests expect.
 
-`Prompt.answer` holds the tests, as a mapping or its JSON. Programs that read and write:
+`Prompt.answer` holds the tests, as a mapping or its JSON: what is given and what is to be printed, or a function (or a
+method of a class Solution), its arguments and what it is to return:
 
-    {"stdin": [["3 4\\n", "7\\n"], …]}                           what is given, what is to be printed
-
-or a function (or a method of a class Solution) that is called:
-
-    {"function": "add", "cases": [[[3, 4], 7], …]}              its arguments, what it is to return
+    {"stdin": [["3 4\\n", "7\\n"], …]}        {"function": "add", "cases": [[[3, 4], 7], …]}
 
 A program can forge nothing: it runs in a sandbox that the expected outputs never enter, and whatever it prints, patches
 or skips, its output is compared here.
@@ -15,16 +12,20 @@ or skips, its output is compared here.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from jaxrl_llm.rewards import sandbox
 from jaxrl_llm.rewards.sandbox import LIMITS, Limits, Outcome
 from jaxrl_llm.types import EOS, STOP, Prompt, Reward, expect
 
+FORM = "{'stdin': [[text, text], …]} or {'function': name, 'cases': [[arguments, value], …]}"
 FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
-OUTCOMES = {"exited": "scored", "timed_out": "timed_out", "out_of_memory": "out_of_memory"}
+WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
+OUTCOMES = {"exited": "scored", "timed_out": "timed_out", "out_of_memory": "out_of_memory"}  # others are crashes
+Verdicts = Iterator[tuple[str | None, str]]  # why a test failed, None if it did not; how the run ended
 
 # It runs in the sandbox around the program. A line of output per call; what the program prints goes elsewhere.
 DRIVER = """
@@ -53,24 +54,18 @@ def program(text: str) -> str:
 
 
 def check_tests(answer: Any) -> Mapping[str, Any]:
-    """The tests of a problem. Raises ValueError for what this module's head does not describe."""
+    """The tests of a problem. Raises ValueError for what is not of the form above, and for no tests."""
     try:
         tests = json.loads(answer) if isinstance(answer, str) else answer
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"tests are not JSON ({error}); expected an object with stdin, or function and cases"
-        ) from error
-    keys = set(tests) if isinstance(tests, Mapping) else None
-    expect(keys in ({"stdin"}, {"function", "cases"}), "tests", tests, "an object with stdin, or function and cases")
-    pairs = tests.get("stdin", tests.get("cases"))
-    paired = isinstance(pairs, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs)
-    expect(paired and len(pairs), "tests", pairs, "a list of pairs, given and expected, at least one")
-    if "stdin" in tests:
-        expect(all(isinstance(text, str) for pair in pairs for text in pair), "tests", pairs, "pairs of texts")
-    else:
-        expect(str(tests["function"]).isidentifier(), "function", tests["function"], "the name of a function")
-        listed = all(isinstance(arguments, list | tuple) for arguments, _ in pairs)
-        expect(listed, "tests", pairs, "a list of arguments first in each pair")
+        raise ValueError(f"tests are not JSON ({error}); expected {FORM}") from error
+    names = sorted(tests) if isinstance(tests, Mapping) else None
+    printed, listed = names == ["stdin"], lambda x: isinstance(x, list | tuple)
+    expect(printed or names == ["cases", "function"], "tests", tests, FORM)
+    pairs = tests["stdin" if printed else "cases"]
+    expect(listed(pairs) and len(pairs) and all(listed(p) and len(p) == 2 for p in pairs), "tests", tests, FORM)
+    sound = all(isinstance(a, str) and isinstance(b, str) if printed else listed(a) for a, b in pairs)
+    expect(sound and str(tests.get("function", "f")).isidentifier(), "tests", tests, FORM)
     return tests
 
 
@@ -86,38 +81,30 @@ def reward(
     a test of stdin, or all calls of the function. unsafe: see `sandbox.run`.
     `parsed` says what failed first, parts["passed"] is the share. Raises ValueError for bad tests.
     """
-    tests = check_tests(prompt.answer)
-    source = program(text)
+    tests, source = check_tests(prompt.answer), program(text)
     if finish not in (EOS, STOP) or not source.strip():
         return Reward(0.0, False)
+    judged, total = (_printed, len(tests["stdin"])) if "stdin" in tests else (_returned, len(tests["cases"]))
     run = lambda source, stdin: sandbox.run(source, stdin, limits=limits, unsafe=unsafe)
-    total = len(tests["stdin"] if "stdin" in tests else tests["cases"])
-    passed, count, reason, outcome = 0, 0, f"passed {total}", "scored"
-    for count, (failure, ended) in enumerate(
-        (_printed if "stdin" in tests else _returned)(source, tests, run, tolerance), 1
-    ):
+    passed, reason, outcome = 0, None, "scored"
+    for number, (failure, ended) in enumerate(judged(source, tests, run, tolerance), 1):
         passed += failure is None
-        if failure is not None and count == passed + 1:
-            reason, outcome = f"test {count} of {total}: {failure}", OUTCOMES.get(ended, "crashed")
+        if failure is not None and reason is None:
+            reason, outcome = f"test {number} of {total}: {failure}", OUTCOMES.get(ended, "crashed")
         if failure is not None and (not share or ended == "timed_out"):
             break
-    correct = passed == total
-    return Reward(passed / total if share else float(correct), correct, reason, {"passed": passed / total}, outcome)
+    correct, part = passed == total, passed / total
+    return Reward(part if share else float(correct), correct, reason or f"passed {total}", {"passed": part}, outcome)
 
 
-Verdicts = Iterator[tuple[str | None, str]]  # why a test failed, None if it did not; how the run ended
-
-
-def _printed(source: str, tests: Mapping, run: Any, tolerance: float) -> Verdicts:
+def _printed(source: str, tests: Mapping, run: Callable, tolerance: float) -> Verdicts:
     for stdin, expected in tests["stdin"]:
         done = run(source, stdin)
-        failure = _failed(done)
-        if failure is None and not same_text(done.stdout, expected, tolerance):
-            failure = f"printed {done.stdout[:80]!r}"
-        yield failure, done.ended
+        same = same_text(done.stdout, expected, tolerance)
+        yield _failed(done) or (None if same else f"printed {done.stdout[:80]!r}"), done.ended
 
 
-def _returned(source: str, tests: Mapping, run: Any, tolerance: float) -> Verdicts:
+def _returned(source: str, tests: Mapping, run: Callable, tolerance: float) -> Verdicts:
     """All calls in one run; one that ends it is followed by another run, of the calls after it."""
     cases = list(tests["cases"])
     while cases:
@@ -126,9 +113,8 @@ def _returned(source: str, tests: Mapping, run: Any, tolerance: float) -> Verdic
         lines = done.stdout.split("\n")[:-1][: len(cases)]
         for line, (_, expected) in zip(lines, cases, strict=False):
             try:
-                found = json.loads(line)
-                good = "value" in found and same_value(found["value"], expected, tolerance)
-            except (ValueError, TypeError, OverflowError, RecursionError):  # the program has written it
+                good = same_value(json.loads(line)["value"], expected, tolerance)
+            except (ValueError, TypeError, LookupError, OverflowError, RecursionError):  # the program has written it
                 good = False
             memory = line == '{"error": "MemoryError"}'
             yield (None if good else f"returned {line[:80]}"), "out_of_memory" if memory else "exited"
@@ -138,25 +124,23 @@ def _returned(source: str, tests: Mapping, run: Any, tolerance: float) -> Verdic
 
 
 def _failed(done: Outcome) -> str | None:
-    if done.ended == "exited" and done.exit_code == 0:
-        return None
-    last = done.stderr.strip().rpartition("\n")[2][:80]
-    return done.ended.replace("_", " ") if done.ended != "exited" else last or f"exit code {done.exit_code}"
+    if done.ended != "exited":
+        return done.ended.replace("_", " ")
+    return (done.stderr.strip().rpartition("\n")[2][:80] or f"exit code {done.exit_code}") if done.exit_code else None
 
 
 def same_text(found: str, expected: str, tolerance: float) -> bool:
     """Whether two outputs have the same words line by line; empty lines around them do not count."""
-    lines = [[line.split() for line in text.strip().split("\n")] for text in (found, expected)]
-    if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
+    a, b = ([line.split() for line in text.strip().split("\n")] for text in (found, expected))
+    if [len(line) for line in a] != [len(line) for line in b]:
         return False
-    words = zip(*(sum(side, []) for side in lines), strict=True)
-    return all(a == b or _close(a, b, tolerance) for a, b in words)
+    return all(_same_word(x, y, tolerance) for x, y in zip(chain(*a), chain(*b), strict=True))
 
 
-def _close(found: str, expected: str, tolerance: float) -> bool:
+def _same_word(found: str, expected: str, tolerance: float) -> bool:
     """Decimal numbers are compared as such where one is expected: not whole ones, not words."""
-    if expected.lstrip("+-").isdigit() or not (DECIMAL.fullmatch(found) and DECIMAL.fullmatch(expected)):
-        return False
+    if found == expected or WHOLE.fullmatch(expected) or not (NUMBER.fullmatch(found) and NUMBER.fullmatch(expected)):
+        return found == expected
     return math.isclose(float(found), float(expected), rel_tol=tolerance, abs_tol=tolerance)
 
 

@@ -59,9 +59,8 @@ def call(name: str, *args: int | bytes | None) -> int:
     return result
 
 
-def limit(cpu_s: int, memory_mb: int, output_kb: int) -> None:
-    """Ceilings of the kernel, for good."""
-    most = {"CPU": cpu_s, "AS": memory_mb << 20, "FSIZE": output_kb << 10, "NOFILE": 64, "CORE": 0, "MEMLOCK": 0}
+def limit(**most: int) -> None:
+    """Ceilings of the kernel, for good, by the names of RLIMIT_…, or those there are if they are lower."""
     for name, value in most.items():
         what = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(what)[1]
@@ -88,9 +87,7 @@ def drop() -> None:
                 break
             except OSError:  # a user that this container does not know, or it may not change users
                 continue
-    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    threads = threads if hard < 0 else min(threads, hard)
-    resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
+    limit(NPROC=threads)
     read = 0 if os.access(os.__file__, os.R_OK) else 1 << 2  # CAP_DAC_READ_SEARCH
     call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", read, read, 0, 0, 0, 0))
 
@@ -133,12 +130,11 @@ def seccomp(column: int, arch: int) -> None:
 
 
 def main() -> None:
-    """Arguments: the parent's process, bytes of the program, three limits (see `limit`), 1 for unsafe."""
-    parent, size, *limits, unsafe = map(int, sys.argv[1:])
+    parent, size, cpu_s, memory_mb, output_kb, unsafe = map(int, sys.argv[1:])
     source = b""
     while len(source) < size:
         source += os.read(0, size - len(source))
-    limit(*limits)
+    limit(CPU=cpu_s, AS=memory_mb << 20, FSIZE=output_kb << 10, NOFILE=64, CORE=0, MEMLOCK=0)
     machine = os.uname().machine if sys.platform == "linux" else sys.platform
     if not unsafe:
         if machine not in ARCH:

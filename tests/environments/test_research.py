@@ -1,6 +1,8 @@
 """Search in a small index, the turns of ReSearch, and its reward by hand."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -72,9 +74,12 @@ def test_scores_are_bm25(index):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "p.jsonl:2: not JSON"),
-        ('{"txt": "a"}', "p.jsonl:2: text is None"),
-        ('{"text": " "}', "p.jsonl:2: text is ' '"),
+        ("{", "p.jsonl:2 is b'{'"),
+        ('{"txt": "a"}', "p.jsonl:2 is .*KeyError.*expected"),
+        ("7", "p.jsonl:2 is b'7'"),
+        ('{"text": 7}', "p.jsonl:2 is"),
+        ('{"text": "a", "title": 7}', "p.jsonl:2 is"),
+        ('{"text": "a \\ud83d"}', "p.jsonl:2 is"),
     ],
 )
 def test_a_bad_passage_is_named(tmp_path, line, message):
@@ -83,12 +88,30 @@ def test_a_bad_passage_is_named(tmp_path, line, message):
         search.build(tmp_path / "p.jsonl", tmp_path / "index")
 
 
+def test_one_thread_reads_at_a_time(index, monkeypatch):
+    """The passages' file has one position: a thread would be given what another one looks for."""
+
+    class Corpus:
+        position = None
+
+        def __getitem__(self, number):
+            self.position = number
+            time.sleep(0.001)
+            return {"text": str(self.position)}
+
+    monkeypatch.setattr(search._opened(str(index.resolve())), "corpus", Corpus())
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: search.query(index, ("river", "fish")[i % 2], 1), range(100)))
+    assert found == [["0"], ["3"]] * 50
+
+
 def test_what_is_no_index_is_named(tmp_path):
     with pytest.raises(ValueError, match="index is .*; expected a folder that search.build has written"):
         search.query(tmp_path, "a")
-    (tmp_path / "p.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="p.jsonl is 0; expected at least one passage"):
-        search.build(tmp_path / "p.jsonl", tmp_path / "index")
+    for text in ("\n", '{"text": "of the"}\n'):
+        (tmp_path / "p.jsonl").write_text(text)
+        with pytest.raises(ValueError, match="p.jsonl is .*; expected at least one passage with a word"):
+            search.build(tmp_path / "p.jsonl", tmp_path / "index")
 
 
 def test_a_turn_brings_what_was_searched(index):
