@@ -1,12 +1,10 @@
 """The inside of the sandbox: a script that takes away from its own process what a stranger's program must not have.
 
-`sandbox.run` starts it, with an empty environment, no descriptors but three files, and the program at the beginning of
-its standard input. It confines itself and becomes the program, in the same interpreter: nothing is executed again, so
-that executing can be forbidden. It imports the standard library alone, for it is to start in milliseconds.
-
-Landlock (Linux 5.13) leaves the standard library to read and nothing to write; on newer kernels it also forbids TCP,
-abstract sockets and signals. Seccomp allows the system calls of CALLS, and those of CHECKED with harmless arguments;
-there is none to make a process, a file or a connection. Names and sizes of files can still be seen.
+`sandbox.run` starts it, with an empty environment, three files as descriptors and the program at the beginning of its
+standard input. It becomes the program in the same interpreter, so that executing can be forbidden. Landlock leaves the
+standard library to read and nothing to write; newer kernels also forbid TCP, abstract sockets and signals by it.
+Seccomp allows the calls of CALLS, and those of CHECKED with harmless arguments; none makes a process, a file or a
+connection. Names and sizes of files can still be seen. It imports little, as it is to start in milliseconds.
 """
 
 import ctypes
@@ -71,11 +69,10 @@ def limit(**most: int) -> None:
 def drop() -> None:
     """Give capabilities up, and as root be a user of whom there is no other process, or nobody.
 
-    The limit of threads counts all that the user has. Where files of Python can be read by root alone, the right to
-    read stays; Landlock says what.
+    Where Python lies in a folder of root's, the right to look into folders stays; Landlock says into which.
     """
-    with open("/proc/loadavg") as file:
-        threads = int(file.read().split()[3].split("/")[1]) + THREADS  # more than this user has now
+    with open("/proc/loadavg") as file:  # the limit of threads counts all that a user has, at most these
+        threads = int(file.read().split()[3].split("/")[1]) + THREADS
     if os.geteuid() == 0:
         call("prctl", 8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS
         for user in (2**30 + os.getpid(), 65534):
@@ -88,8 +85,13 @@ def drop() -> None:
             except OSError:  # a user that this container does not know, or it may not change users
                 continue
     limit(NPROC=threads)
-    read = 0 if os.access(os.__file__, os.R_OK) else 1 << 2  # CAP_DAC_READ_SEARCH
-    call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", read, read, 0, 0, 0, 0))
+    for right in (0,) if os.access(os.__file__, os.R_OK) else (1 << 2, 1 << 1):  # CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE
+        try:
+            call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", right, right, 0, 0, 0, 0))
+            return
+        except OSError:  # a container often has the second alone
+            continue
+    raise SystemExit(f"{os.__file__} cannot be read without root's rights")
 
 
 def landlock() -> None:
@@ -134,7 +136,9 @@ def main() -> None:
     source = b""
     while len(source) < size:
         source += os.read(0, size - len(source))
-    limit(CPU=cpu_s, AS=memory_mb << 20, FSIZE=output_kb << 10, NOFILE=64, CORE=0, MEMLOCK=0)
+    limit(CPU=cpu_s, FSIZE=output_kb << 10, NOFILE=64, CORE=0, MEMLOCK=0)
+    if sys.platform == "linux":
+        limit(AS=memory_mb << 20)
     machine = os.uname().machine if sys.platform == "linux" else sys.platform
     if not unsafe:
         if machine not in ARCH:

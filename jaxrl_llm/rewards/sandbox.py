@@ -1,4 +1,4 @@
-"""Python programs that nobody trusts, each in a process that can compute and write to its output, and nothing else."""
+"""Python programs that nobody trusts, each in a process that can compute and write its output, and nothing else."""
 
 import os
 import select
@@ -16,7 +16,7 @@ from jaxrl_llm.rewards import confine
 from jaxrl_llm.types import expect
 
 # As compiled when it was imported here, or each program would wait for that.
-SCRIPT = confine.__cached__ if Path(confine.__cached__ or "").is_file() else confine.__file__
+SCRIPT = confine.__spec__.cached if Path(confine.__spec__.cached or "").is_file() else confine.__file__
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,10 @@ ESCAPES = {
         flags = (ctypes.c_uint64 * 11)(0, 0, 0, 0, 17)
         escaped(sc(435, 435, flags, 88) >= 0)""",
     "x32_fork": "escaped(intel and sc(0x40000000 + 57, 0) >= 0)",
+    "int_0x80": """
+        code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        code.write(bytes.fromhex("b802000000cd80c3") if intel else bytes(8))  # fork of 32 bits; an illegal instruction
+        escaped(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))() >= 0)""",
     "daemon": """
         if os.fork() == 0:
             os.setsid()

@@ -25,7 +25,7 @@ LIMITS = Limits(cpu_s=1, wall_s=3.0, memory_mb=256, output_kb=256)
 ENDED = {
     "huge_output": "flooded", "huge_error": "flooded", "memory_by_pieces": "out_of_memory", "sleep": "timed_out",
     "sleep_deaf": "timed_out", "spin": "timed_out", "spin_deaf": "timed_out", "stop_itself": "timed_out",
-    "timers": "timed_out", "crash": "crashed", "core_dump": "crashed",
+    "timers": "timed_out", "crash": "crashed", "int_0x80": "crashed", "core_dump": "crashed",
 }  # fmt: skip
 SIGNALS = []
 
