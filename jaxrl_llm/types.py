@@ -73,7 +73,7 @@ class Task:
     reward: Callable[[Prompt, str, str], Reward]
     trace: Callable[[Prompt, str, int], str | tuple[str, ...]] | None = None
     behaviours: tuple[str, ...] = ()
-    step: Callable[[Prompt, str, str], str | None] | None = None
+    step: Callable[[Prompt, str, str], Any] | None = None
 
 
 @dataclass(frozen=True)
