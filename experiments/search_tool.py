@@ -1,0 +1,31 @@
+"""GRPO with a search tool: turns of the policy and of a search engine, whose words are read but not learnt.
+
+Paper:   ReSearch, 2503.19470 (tags, reward, the mask on results).
+Claim:   questions whose answers only a search can find: accuracy rises with the tool, and stays at chance without it.
+Command: jaxrl train experiments/search_tool.py
+         without the tool: jaxrl train experiments/search_tool.py --set task.tool=false --out runs/no_tool
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from laptop_dapo import CONFIG as BASE
+
+from jaxrl_llm.config import Prime, Rollout, Stage
+from jaxrl_llm.environments import lookup, research
+from jaxrl_llm.objective.algorithms import ALGORITHMS
+from jaxrl_llm.types import Optimizer
+
+HABITS = {"search": 0.2, "misspell": 0.2, "guess": 0.6}
+
+CONFIG = replace(
+    BASE,
+    task=lookup.task,
+    prime=Prime(stages=(Stage(batches=300, mixture={"search": 1.0}), Stage(batches=60, mixture=HABITS)), task=lookup.task),
+    algorithm=replace(ALGORITHMS["grpo"], kl_coef=0.0, kl=None),
+    optimizer=Optimizer(lr=2e-5, warmup=5),
+    rollout=Rollout(
+        prompts=32, group_size=8, max_prompt_tokens=32, max_response_tokens=192, stop=research.STOPS, tokens_per_call=16,
+    ),
+    steps=40,
+)  # fmt: skip
