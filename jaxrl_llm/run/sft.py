@@ -24,7 +24,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import types
 from jaxrl_llm.arrays import TrainState
 from jaxrl_llm.config import Config, Prime
-from jaxrl_llm.data import curation
+from jaxrl_llm.data import fitting
 from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.learner.batching import make_batch, with_advantages, with_weights
@@ -93,7 +93,7 @@ def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int]) ->
     folder holds another base policy or when the task has no traces to learn from.
     """
     config = replace(config, model=lora.without(config.model))  # all of a base is trained
-    cached = curation.cache_folder() / cache_key(config)
+    cached = fitting.cache_folder() / cache_key(config)
     with contextlib.ExitStack() as stack:
         if not out.exists():
             with contextlib.suppress(OSError):  # without a cache that can be written nothing is shared
@@ -176,7 +176,7 @@ def _steps(
     """For each batch after the first `start`: how many are learnt from, the state then, the step's metrics."""
     recipe = config.prime
     field = "task" if recipe.task is None else "prime.task"
-    task = curation.open_task(recipe.task or config.task, config.algorithm.prompts.template, field)
+    task = fitting.open_task(recipe.task or config.task, config.algorithm.prompts.template, field)
     if task.trace is None:
         raise ValueError("prime.task is without traces; expected a task with Task.trace, or prime=None")
     train_step = make_train_step(config.model, SUPERVISED, tx, chunk=config.learner.logprob_chunk)

@@ -18,7 +18,7 @@ import jaxrl_llm
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Checkpoint, Config, Evaluation, Mesh, Prime, Rollout, Stage, override, validate, values
 from jaxrl_llm.data import datasets, tasks, tokenizers
-from jaxrl_llm.data.curation import cache_folder
+from jaxrl_llm.data.fitting import cache_folder
 from jaxrl_llm.learner import learner
 from jaxrl_llm.models.transformer import LoRA, ModelConfig, RopeScaling
 from jaxrl_llm.objective import advantages, filters, losses
