@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from jaxrl_llm.data import datasets, templates
+from jaxrl_llm.data.mixture import Mixed
 from jaxrl_llm.data.tasks import Problems
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.types import Prompt, Task, expect
@@ -50,7 +51,9 @@ def _fits(tokenizer: Tokenizer, limit: int, prompt: Prompt) -> bool:
 
 
 def _sampled(side: Sequence[Prompt]) -> bool:
-    return isinstance(getattr(side, "inner", side), Problems) and len(side) > MANY
+    inner = getattr(side, "inner", side)  # within its template
+    parts = inner.sides.values() if isinstance(inner, Mixed) else [inner]
+    return any(isinstance(part, Problems) for part in parts) and len(side) > MANY
 
 
 def _fitting(name: str, side: Sequence[Prompt], tokenizer: Tokenizer, limit: int, long_prompts: str) -> Sequence:

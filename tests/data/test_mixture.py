@@ -181,6 +181,20 @@ def test_templates_and_dropped_prompts_leave_the_parts_known(capsys):
     assert fitted.train[0].text == "a00!"
 
 
+def test_of_a_mixture_with_a_million_problems_a_sample_is_looked_at_and_the_rest_in_turn(capsys):
+    chain = partial(tasks.chain, terms=(3, 7))  # 7 to 15 characters
+    made = mixture({"chain": chain, "a": partial(task, "a", 40)}, {"chain": 1.0, "a": 1.0})
+    left, usable = fitting.fitting(made, tokenizers.characters(), 13, "drop")
+    assert left.train is made.train
+    stream = Stream(left.train, 0, usable=usable)
+    prompts = stream.take(0, 80)[0]
+    assert [p.text for p in prompts] == [left.train[i].text for i in walk(stream, 80)[1]]
+    assert max(len(p.text) for p in prompts) == 13
+    assert Counter(p.meta["task"] for p in prompts) == {"chain": 40, "a": 40}
+    assert len({p.id for p in prompts if p.meta["task"] == "a"}) == 40
+    assert "passed over prompt" in capsys.readouterr().err
+
+
 @dataclass(frozen=True)
 class Submitted:
     pool: ThreadPoolExecutor
