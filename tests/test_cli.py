@@ -479,13 +479,34 @@ def test_what_the_command_line_gets_wrong_does_not_wait_for_jax():
 
 def test_the_commands_their_examples_and_the_version():
     lines = succeeds().splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(cli.COMMANDS)
+    assert [line[2:14].strip() for line in lines[1:]] == list(cli.COMMANDS)
     assert max(map(len, lines)) <= 80
     for name in cli.COMMANDS:
-        examples = succeeds(name, "--help").partition("examples:\n")[2].splitlines()
+        examples = succeeds(*name.split(), "--help").partition("examples:\n")[2].splitlines()
         assert len(examples) == 2
         assert all(e.startswith(f"  jaxrl {name}") for e in examples)
     assert succeeds("--version") == f"jaxrl_llm {jaxrl_llm.__version__}\n"
+
+
+def test_a_dataset_is_prepared(tmp_path):
+    lines = [{"question": f"{i} + 1 =", "answer": f"so\\n#### {i + 1}"} for i in range(5)]
+    for name, rows in (("train", lines[1:]), ("test", lines[:1])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = ("--from", tmp_path / "train.jsonl", tmp_path / "test.jsonl", "--root", tmp_path / "root", "--check", "")
+    out = succeeds("data", "prepare", "gsm8k", *found).splitlines()
+    assert out[:2] == ["test: 1 kept", "train: 4 kept"]
+    assert out[2].startswith(f"{tmp_path}/root/gsm8k/1.0.")
+    assert "licence: MIT" in out[2]
+    where = ("--root", tmp_path / "root", "--licence", "own")
+    assert succeeds("data", "prepare", tmp_path / "train.jsonl", *where).startswith("train: 4 kept\n")
+    (tmp_path / "train.jsonl").write_text('{"text": "a", "gold": "b"}\n')
+    error = fails("data", "prepare", tmp_path / "train.jsonl", *where)
+    assert "train.jsonl:1: no column problem or question or prompt (there are text, gold)" in error
+    mapped = ("--prompt", "text", "--answer", "gold", "--split", "test")
+    assert succeeds("data", "prepare", tmp_path / "train.jsonl", *where, *mapped).startswith("test: 1 kept\n")
+    error = fails("data", "prepare", tmp_path / "train.jsonl", "--from", tmp_path / "test.jsonl")
+    assert "no recipe; expected one of gsm8k, math" in error
+    assert fails("data", "prepare", tmp_path / "gone.jsonl").startswith(f"{tmp_path}/gone.jsonl: no such f")
 
 
 def test_an_empty_folder_name_is_none_of_a_folder(experiment):

@@ -9,7 +9,7 @@ import sys
 import tyro
 
 from jaxrl_llm import __version__
-from jaxrl_llm.cli import learning, measuring, policies, showing
+from jaxrl_llm.cli import data, learning, measuring, policies, showing
 from jaxrl_llm.cli.shared import use_devices
 
 __all__ = ["COMMANDS", "main", "use_devices"]
@@ -23,6 +23,7 @@ COMMANDS = {  # with two examples each
     "import": (policies.import_, "Qwen/Qwen2.5-0.5B", "models/qwen --prompt '1 + 1 =' --tokens 4 --out my.py"),
     "export": (policies.export, "runs/laptop_dapo policy", "runs/laptop_dapo policy --step 60 --dtype float32"),
     "serve": (policies.serve, "runs/laptop_dapo", "experiments/laptop_dapo.py --port 9000 --metrics-port 9100"),
+    "data prepare": (data.prepare, "gsm8k", "problems.jsonl --prompt question --bad skip --root datasets"),
     "show": (showing.show, "runs/laptop_dapo", "experiments/laptop_dapo.py --algorithm gspo"),
     "algorithms": (showing.algorithms, "", "dapo"),
 }
@@ -30,15 +31,17 @@ COMMANDS = {  # with two examples each
 
 def _command(words: list[str]) -> None:
     """Run what the command line says; the help of a command ends with its examples."""
+    if " ".join(words[:2]) in COMMANDS:  # a command of two words
+        words = [" ".join(words[:2]), *words[2:]]
     functions = {name: fn for name, (fn, *_) in COMMANDS.items()}
     if words == ["--version"]:
         print(f"jaxrl_llm {__version__}")
     elif not words:
-        lines = [f"  {name:<11} {fn.__doc__.splitlines()[0]}" for name, fn in functions.items()]
+        lines = [f"  {name:<12} {fn.__doc__.splitlines()[0]}" for name, fn in functions.items()]
         print("usage: jaxrl COMMAND …, jaxrl COMMAND --help", *lines, sep="\n")
     else:
         try:
-            tyro.extras.subcommand_cli_from_dict(functions, prog="jaxrl", description=__doc__)
+            tyro.extras.subcommand_cli_from_dict(functions, prog="jaxrl", description=__doc__, args=words)
         except SystemExit as stop:
             if not stop.code and words[0] in COMMANDS:
                 print("examples:", *(f"  jaxrl {words[0]} {example}" for example in COMMANDS[words[0]][1:]), sep="\n")

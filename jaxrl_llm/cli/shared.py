@@ -41,7 +41,7 @@ def use_devices(config: Config | None = None, whole_mesh: bool = False) -> None:
     """
     import jax
 
-    from jaxrl_llm.data.curation import cache_folder
+    from jaxrl_llm.data.datasets import cache_folder
     from jaxrl_llm.parallel.sharding import make_mesh
 
     cache = "auto" if config is None else config.compile_cache

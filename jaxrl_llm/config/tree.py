@@ -38,7 +38,7 @@ class Rollout:
     group_size: int = 8  # G
     max_prompt_tokens: int = 256
     max_response_tokens: int = 96  # the end-of-sequence token included
-    long_prompts: Literal["error", "drop"] = "error"  # what to do about longer prompts: see data/curation.py
+    long_prompts: Literal["error", "drop"] = "error"  # what to do about longer prompts: see data/fitting.py
     temperature: float = 1.0
     top_k: int = 0  # 0: no filter. A filter makes sampler and learner differ, so it has to be allowed:
     top_p: float = 1.0

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_llm.config.tree import Checkpoint, Config, Evaluation, Learning, Mesh, Prime, Rollout, Stage
 from jaxrl_llm.config.values import coerce, hints, is_function, unbound
-from jaxrl_llm.data import curation
+from jaxrl_llm.data import fitting
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.shape import LoRA, ModelConfig, RopeScaling
 from jaxrl_llm.objective.algorithms import Algorithm, Critic, PromptChoice, Term, Updates, call, wants
@@ -95,7 +95,7 @@ def made(config: Config) -> tuple[Tokenizer, Task]:
     tokenizer, size = config.tokenizer(), config.model.vocab_size
     expect(isinstance(tokenizer, Tokenizer), "tokenizer()", type(tokenizer).__name__, "a data.tokenizers.Tokenizer")
     expect(tokenizer.size <= size, "model.vocab_size", size, f"at least {tokenizer.size} (tokenizer)")
-    task = curation.open_task(config.task, config.algorithm.prompts.template)
+    task = fitting.open_task(config.task, config.algorithm.prompts.template)
     _validate_call(task.reward, "task().reward", Prompt(0, ""), "", EOS)
     if task.step is not None:
         _validate_call(task.step, "task().step", Prompt(0, ""), "", EOS)

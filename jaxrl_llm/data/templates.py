@@ -76,6 +76,10 @@ class _Mapped(Sequence):
     def __len__(self) -> int:
         return len(self.inner)
 
+    @property
+    def parts(self) -> Any:  # of a mixture
+        return getattr(self.inner, "parts", None)
+
     def __getitem__(self, index: Any) -> Any:
         found = self.inner[index]
         return tuple(map(self._one, found)) if isinstance(index, slice) else self._one(found)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm import config as configs
 from jaxrl_llm.arrays import Batch, Routing, TrainState
 from jaxrl_llm.config import Config
-from jaxrl_llm.data import curation
+from jaxrl_llm.data import fitting
 from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.learner import batching, critic
@@ -69,7 +69,7 @@ def build(config: Config) -> Learner:
     configs.validate(config)
     a, r, model = config.algorithm, config.rollout, config.model
     tokenizer, task = configs.made(config)
-    task, usable = curation.fitting(task, tokenizer, r.max_prompt_tokens, r.long_prompts)
+    task, usable = fitting.fitting(task, tokenizer, r.max_prompt_tokens, r.long_prompts)
     order = r.difficulty, config.total_steps, a.prompts.prioritized, a.prompts.retire_above
     updates = config.steps * a.steps_per_batch
     tx = make_optimizer(config.optimizer, updates)

@@ -23,8 +23,8 @@ from jax.sharding import Mesh
 from jaxrl_llm import config as configs
 from jaxrl_llm import types
 from jaxrl_llm.arrays import TrainState
-from jaxrl_llm.config import Config, Prime
-from jaxrl_llm.data import curation
+from jaxrl_llm.config import Config, Prime, values
+from jaxrl_llm.data import datasets, fitting
 from jaxrl_llm.data.stream import Stream
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.learner.batching import make_batch, with_advantages, with_weights
@@ -54,9 +54,10 @@ def behaviours(prime: Prime, seed: int, batch: int) -> np.ndarray:
 
 def traces(task: Task, tokenizer: Tokenizer, prime: Prime, seed: int, start: int = 0) -> Iterator[Rollouts]:
     """Batches of traces, as if a sampler had written them, from batch `start` on. Deterministic in (seed, batch)."""
-    stream, n = Stream(task.train, seed), prime.traces_per_batch
+    stream, n, stop = Stream(task.train, seed), prime.traces_per_batch, sum(s.batches for s in prime.stages)
     pad = lambda rows: np.array(list(zip_longest(*rows, fillvalue=0)), np.int32).T
-    for batch in range(start, sum(s.batches for s in prime.stages)):
+
+    def made(batch: int) -> Rollouts:
         prompts, draws, _ = stream.take(batch * n, n)
         names = behaviours(prime, seed, batch)
         turns = [task.trace(p, str(b), int(d)) for p, b, d in zip(prompts, names, draws, strict=True)]
@@ -69,7 +70,9 @@ def traces(task: Task, tokenizer: Tokenizer, prime: Prime, seed: int, start: int
         lengths = [np.array([len(t) for t in rows], np.int32) for rows in (questions, answers)]
         finish, logp = np.full(n, types.EOS), np.zeros(tokens.shape, np.float32)
         given = prompts, pad(questions), lengths[0], tokens, logp, lengths[1], finish, texts, draws
-        yield Rollouts(*given, said=said if said.any() else None)
+        return Rollouts(*given, said=said if said.any() else None)
+
+    return datasets.prefetched(made, start, stop) if task.trace is datasets.response else map(made, range(start, stop))
 
 
 def made_of(config: Config) -> dict[str, Any]:
@@ -77,6 +80,9 @@ def made_of(config: Config) -> dict[str, Any]:
     prime = replace(config.prime, task=None)  # which of the two fields names the task makes no difference
     data = configs.to_json(replace(config, task=config.prime.task or config.task, prime=prime))
     made = {name: data[name] for name in ("model", "tokenizer", "prime", "task", "seed")}
+    fn, bound = values.unbound(config.prime.task or config.task)
+    if fn is datasets.responses:  # rows prepared anew make another base
+        made["version"] = datasets.prepared(bound["source"], bound.get("version", "")).name
     return made | {"prompt": data["algorithm"]["prompts"]["template"]}
 
 
@@ -97,7 +103,7 @@ def prime(config: Config, out: Path, mesh: Mesh, stopping: Callable[[], int]) ->
     folder holds another base policy or when the task has no traces to learn from.
     """
     config = replace(config, model=lora.without(config.model))  # all of a base is trained
-    cached = curation.cache_folder() / cache_key(config)
+    cached = datasets.cache_folder() / cache_key(config)
     with contextlib.ExitStack() as stack:
         if not out.exists():
             with contextlib.suppress(OSError):  # without a cache that can be written nothing is shared
@@ -180,12 +186,17 @@ def _steps(
     """For each batch after the first `start`: how many are learnt from, the state then, the step's metrics."""
     recipe = config.prime
     field = "task" if recipe.task is None else "prime.task"
-    task = curation.open_task(recipe.task or config.task, config.algorithm.prompts.template, field)
+    task = fitting.open_task(recipe.task or config.task, config.algorithm.prompts.template, field)
     if task.trace is None:
         raise ValueError("prime.task is without traces; expected a task with Task.trace, or prime=None")
     train_step = make_train_step(config.model, SUPERVISED, tx, chunk=config.learner.logprob_chunk)
     ones, cut = np.ones((recipe.traces_per_batch, 1), np.float32), replace(division(config, mesh), mini_batches=1)
     for done, batch in enumerate(traces(task, config.tokenizer(), recipe, config.seed, start), start + 1):
+        tokens, most = batch.prompt_lengths + batch.lengths, config.model.max_positions
+        row = batch.prompts[int(tokens.argmax())].id
+        expect(
+            tokens.max() <= most, f"prime: tokens of row {row}", tokens.max(), f"model.max_positions = {most} at most"
+        )
         arrays, _ = make_batch(batch, config.model, cut, mesh=mesh)
         state, m = train_step(state, with_weights(with_advantages(arrays, ones), "token", None))
         yield done, state, m

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.data import curation, templates, tokenizers
+from jaxrl_llm.data import fitting, templates, tokenizers
 from jaxrl_llm.data.tokenizers import ALPHABET, characters, from_hf, load
 from jaxrl_llm.sampler import groups
 from jaxrl_llm.types import Prompt, Task
@@ -171,7 +171,7 @@ def test_special_tokens_are_the_templates_alone(bpe):
 def test_prompts_of_a_task_and_traces_keep_names_as_text(bpe):
     tokenizer, reward = from_hf(bpe), lambda *_: None
     prompts = (Prompt(0, "say <|im_end|>"), Prompt(1, "sum"))
-    task = curation.open_task(lambda: Task(prompts, prompts, reward), templates.qwen_math)
+    task = fitting.open_task(lambda: Task(prompts, prompts, reward), templates.qwen_math)
     (named, ids), (_, other) = ((p, groups.encode_prompts(tokenizer, (p,), 200)[0]) for p in task.train)
     assert ids.count(2) == other.count(2) == 2
     assert tokenizer.decode(ids) == named.text
@@ -254,7 +254,7 @@ def test_messages_without_a_template_and_ones_that_it_refuses(chat, tokenizer):
 def test_the_chat_template_as_a_template(chat):
     prompts = (Prompt(0, "say <|im_end|>"), Prompt(1, "sum", messages=says("sum")))
     task = Task(prompts, prompts, lambda *_: None)
-    asked = curation.open_task(lambda: task, partial(templates.chat, system="Be brief."))
+    asked = fitting.open_task(lambda: task, partial(templates.chat, system="Be brief."))
     text = (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nsay <|im_end|><|im_end|>\n<|im_start|>assistant\n"
     )

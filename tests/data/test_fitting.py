@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from jaxrl_llm.data import curation, tasks, templates, tokenizers
+from jaxrl_llm.data import fitting, tasks, templates, tokenizers
 from jaxrl_llm.types import Prompt, Task
 
 TOKENIZER = tokenizers.characters()
@@ -44,13 +44,13 @@ PROMPTS = task((3, 3)).train
 )
 def test_what_is_no_task_is_named(made, message):
     with pytest.raises(ValueError, match=message):
-        curation.open_task(lambda: made, templates.r1)
+        fitting.open_task(lambda: made, templates.r1)
 
 
 def test_a_template_leaves_the_question_known():
-    opened = curation.open_task(lambda: task((3,)), templates.r1)
+    opened = fitting.open_task(lambda: task((3,)), templates.r1)
     assert opened.train[0] == Prompt(100, templates.R1.format(question="xxx"), question="xxx")
-    assert curation.open_task(lambda: task((3,)), templates.none) == task((3,))
+    assert fitting.open_task(lambda: task((3,)), templates.none) == task((3,))
 
 
 @pytest.mark.parametrize("side", ["train", "test"])
@@ -59,23 +59,23 @@ def test_every_prompt_is_looked_at(side):
     lengths = [3] * 40 + [9, 12] + [3] * 8
     made = task(lengths) if side == "train" else task((3,), lengths)
     with pytest.raises(ValueError, match="prompt 140") as error:
-        curation.fitting(made, TOKENIZER, 8, "error")
+        fitting.fitting(made, TOKENIZER, 8, "error")
     assert str(error.value) == (
         "prompt 140 has 9 tokens; expected 1 to rollout.max_prompt_tokens = 8 "
         f"(2 of 50 {side} prompts longer than 8 tokens, the longest 12), or rollout.long_prompts=drop if some fit"
     )
-    assert curation.fitting(made, TOKENIZER, 12, "error") == (made, None)
+    assert fitting.fitting(made, TOKENIZER, 12, "error") == (made, None)
 
 
 def test_dropped_prompts_are_counted(capsys):
     made = task([3, 9, 8, 10, 1], [9, 2])
-    left, usable = curation.fitting(made, TOKENIZER, 8, "drop")
+    left, usable = fitting.fitting(made, TOKENIZER, 8, "drop")
     assert ([p.id for p in left.train], [p.id for p in left.test], usable) == ([100, 102, 104], [101], None)
     assert capsys.readouterr().err == (
         "dropped 2 of 5 train prompts longer than 8 tokens\ndropped 1 of 2 test prompts longer than 8 tokens\n"
     )
     with pytest.raises(ValueError, match="2 of 2 train prompts longer than 8 tokens, the longest 9"):
-        curation.fitting(task([9, 9]), TOKENIZER, 8, "drop")
+        fitting.fitting(task([9, 9]), TOKENIZER, 8, "drop")
 
 
 @pytest.mark.parametrize("long_prompts", ["error", "drop"])
@@ -86,7 +86,7 @@ def test_unknown_characters_and_empty_prompts_are_errors_wherever_they_stand(lon
     ):
         train = tuple(Prompt(i, "x") for i in range(40)) + (Prompt(7, text),)
         with pytest.raises(ValueError, match=message):
-            curation.fitting(Task(train, train[:1], reward), TOKENIZER, 8, long_prompts)
+            fitting.fitting(Task(train, train[:1], reward), TOKENIZER, 8, long_prompts)
 
 
 def test_a_finding_is_kept_until_prompts_tokenizer_or_limit_change(cache, monkeypatch, capsys):
@@ -94,9 +94,9 @@ def test_a_finding_is_kept_until_prompts_tokenizer_or_limit_change(cache, monkey
     encode = tokenizers.Tokenizer.encode
     monkeypatch.setattr(tokenizers.Tokenizer, "encode", lambda *a: encoded.append(a) or encode(*a))
     long = task([3] * 1500 + [9])
-    first = curation.fitting(long, TOKENIZER, 8, "drop")
+    first = fitting.fitting(long, TOKENIZER, 8, "drop")
     assert len(encoded) == 1501 + 1
-    assert curation.fitting(long, TOKENIZER, 8, "drop") == first
+    assert fitting.fitting(long, TOKENIZER, 8, "drop") == first
     assert len(encoded) == 1501 + 2  # the test side is too small to be worth a file
     for changed in (
         (task([3] * 1499 + [4, 9]), TOKENIZER, 8),
@@ -104,20 +104,20 @@ def test_a_finding_is_kept_until_prompts_tokenizer_or_limit_change(cache, monkey
         (long, TOKENIZER, 7),
     ):
         before = len(encoded)
-        curation.fitting(*changed, "drop")
+        fitting.fitting(*changed, "drop")
         assert len(encoded) == before + 1502
     for file in cache.iterdir():
         file.write_text("[[1")
-    assert curation.fitting(long, TOKENIZER, 8, "drop") == first
+    assert fitting.fitting(long, TOKENIZER, 8, "drop") == first
     assert sorted(f.read_text() for f in cache.iterdir()) == ["[[1", "[[1", "[[1", "[[1500, 9]]"]
 
 
 def test_of_a_million_problems_made_by_program_a_sample_and_the_rest_in_turn(capsys):
-    made = curation.open_task(partial(tasks.chain, terms=(3, 7)), templates.none)  # 7 to 15 characters
+    made = fitting.open_task(partial(tasks.chain, terms=(3, 7)), templates.none)  # 7 to 15 characters
     with pytest.raises(ValueError, match="of 256 train prompts longer than 13 tokens, the longest 15"):
-        curation.fitting(made, TOKENIZER, 13, "error")
+        fitting.fitting(made, TOKENIZER, 13, "error")
     for limit, long_prompts in ((15, "error"), (13, "drop")):
-        left, usable = curation.fitting(made, TOKENIZER, limit, long_prompts)
+        left, usable = fitting.fitting(made, TOKENIZER, limit, long_prompts)
         assert len(left.train) == 10**6
         assert [usable(p) for p in left.train[:50]] == [len(p.text) <= limit for p in left.train[:50]]
     assert all(len(p.text) <= 13 for p in left.test)

@@ -3,27 +3,20 @@
 import contextlib
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from jaxrl_llm.data import templates
+from jaxrl_llm.data import datasets, templates
+from jaxrl_llm.data.mixture import Mixed
 from jaxrl_llm.data.tasks import Problems
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.types import Prompt, Task, expect
 
 MANY, SAMPLE = 10_000, 256  # of more problems than that, made by program, a sample is looked at
-CACHED_FROM = 1000  # prompts, from which on what was found is kept on disk
-
-
-def cache_folder() -> Path:
-    """Where the project keeps on disk what is costly to find out again: $JAXRL_CACHE, or ~/.cache/jaxrl_llm."""
-    return Path(os.environ.get("JAXRL_CACHE") or Path.home() / ".cache" / "jaxrl_llm")
 
 
 def open_task(make: Callable[[], Task], template: Callable[[Prompt], Prompt], field: str = "task") -> Task:
@@ -58,7 +51,9 @@ def _fits(tokenizer: Tokenizer, limit: int, prompt: Prompt) -> bool:
 
 
 def _sampled(side: Sequence[Prompt]) -> bool:
-    return isinstance(getattr(side, "inner", side), Problems) and len(side) > MANY
+    inner = getattr(side, "inner", side)  # within its template
+    parts = inner.sides.values() if isinstance(inner, Mixed) else [inner]
+    return any(isinstance(part, Problems) for part in parts) and len(side) > MANY
 
 
 def _fitting(name: str, side: Sequence[Prompt], tokenizer: Tokenizer, limit: int, long_prompts: str) -> Sequence:
@@ -74,18 +69,20 @@ def _fitting(name: str, side: Sequence[Prompt], tokenizer: Tokenizer, limit: int
         )
     if too_long:
         print(f"dropped {count}" + f", in a sample of {len(side)}" * sampled, file=sys.stderr)
-    return tuple(p for i, p in enumerate(side) if i not in too_long) if too_long and not sampled else side
+    if not too_long or sampled:
+        return side
+    return datasets.subset(side, ~np.isin(np.arange(len(side)), list(too_long)))
 
 
 def _too_long(prompts: Sequence[Prompt], tokenizer: Tokenizer, limit: int) -> dict[int, int]:
     """Index → tokens of the prompts of more than `limit` tokens."""
     hf, file, found = tokenizer.hf, None, {}
-    if len(prompts) > CACHED_FROM:
+    if len(prompts) > datasets.CACHED_FROM:
         definition = hf.backend_tokenizer.to_str() if hf.is_fast else sorted(hf.get_vocab().items())
         key = hashlib.blake2b(repr((limit, definition, hf.chat_template)).encode(), digest_size=16)
         for p in prompts:
             key.update(repr((p.text, p.question, p.messages)).encode())
-        file = cache_folder() / "prompts" / f"{key.hexdigest()}.json"
+        file = datasets.cache_folder() / "prompts" / f"{key.hexdigest()}.json"
         with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or only half written
             return dict(json.loads(file.read_text()))
     for index, p in enumerate(prompts):
