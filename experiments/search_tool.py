@@ -7,11 +7,10 @@ Command: jaxrl train experiments/search_tool.py
 """
 
 from dataclasses import replace
-from functools import partial
 
 from laptop_dapo import CONFIG as BASE
 
-from jaxrl_llm.config import Prime, Rollout, Stage
+from jaxrl_llm.config import Prime, Stage
 from jaxrl_llm.environments import lookup, research
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.types import Optimizer
@@ -21,11 +20,9 @@ HABITS = {"search": 0.2, "misspell": 0.2, "guess": 0.6}
 CONFIG = replace(
     BASE,
     task=lookup.task,
-    prime=Prime(stages=(Stage(batches=300, mixture={"search": 1.0}), Stage(batches=60, mixture=HABITS)), task=lookup.task),
-    algorithm=replace(ALGORITHMS["grpo"], kl_coef=0.0, kl=None),
+    prime=Prime((Stage(batches=300, mixture={"search": 1.0}), Stage(batches=60, mixture=HABITS)), task=lookup.task),
+    algorithm=replace(ALGORITHMS["grpo"], kl=None, kl_coef=0.0),
     optimizer=Optimizer(lr=2e-5, warmup=5),
-    rollout=Rollout(
-        prompts=32, group_size=8, max_prompt_tokens=32, max_response_tokens=192, stop=research.STOPS, tokens_per_call=16,
-    ),
+    rollout=replace(BASE.rollout, max_prompt_tokens=32, max_response_tokens=192, stop=research.STOPS),
     steps=40,
-)  # fmt: skip
+)

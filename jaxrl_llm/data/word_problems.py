@@ -1,7 +1,7 @@
 """Word problems of one and two steps in English, made by program: small enough for a decoder of a few million weights.
 
-    Ann has 12 apples. Tom gives Ann 7 more. By evening there are 2 times as many. How many apples are there now?
-    12 + 7 = 19. 19 * 2 = 38. The answer is \\boxed{38}.
+Ann has 12 apples. Tom gives Ann 7 more. By evening there are 2 times as many. How many apples are there now?
+12 + 7 = 19. 19 * 2 = 38. The answer is \\boxed{38}.
 """
 
 from collections.abc import Callable, Iterator

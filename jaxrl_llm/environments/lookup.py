@@ -1,10 +1,10 @@
 """A toy knowledge base: what its words are worth can only be found by searching for them.
 
-    kado is worth? <think></think><search>kado</search>
-    <result>
-    kado is worth 47
-    </result>
-    <answer>47</answer>
+kado is worth? <think></think><search>kado</search>
+<result>
+kado is worth 47
+</result>
+<answer>47</answer>
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl_llm.data.fitting import cache_folder
+from jaxrl_llm.data.datasets import cache_folder
 from jaxrl_llm.data.tasks import held_out
 from jaxrl_llm.environments import research, search
 from jaxrl_llm.types import STOP, Prompt, Task, expect
@@ -27,7 +27,7 @@ def task(words: int = 600, turns: int = 2, seed: int = 0, tool: bool = True) -> 
     """Questions for the worth of `words` made-up words, two digits each; an eighth of them is never asked in training.
 
     tool: without it nothing answers a search, and only guessing is left. Rewards are those of ReSearch. Traces search
-    for the word, or misspell it and guess, or guess at once. The index is kept on disk: see `fitting.cache_folder`.
+    for the word, or misspell it and guess, or guess at once. The index is kept on disk: see `datasets.cache_folder`.
     """
     expect(16 <= words <= 2000, "words", words, "a whole number from 16 to 2000")
     rng = np.random.default_rng(seed)
