@@ -4,8 +4,8 @@
     def reward(prompt, text, finish): ...
 
 An answer can make a verifier run for ever, use all memory or crash. Such an item is worth 0, with the reason in
-`Reward.outcome`, and no other item is touched. Limits are counted from an item's own start: not while it waits, and CPU
-time not while another process has the core, so that a verdict does not depend on the load.
+`Reward.outcome`, and no other item is touched. Limits count from an item's own start and CPU time only while it runs,
+so that a verdict depends neither on the queue nor on the load.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from jaxrl_llm.types import Reward, expect
 
 RETRIES = 2  # of what was running when its zygote died
 SILENT_S = 120.0  # a zygote that has not answered for so long, imports included, is stuck
-START_S = 2 * SILENT_S  # so is a worker that has not begun its item
+START_S = 2 * SILENT_S  # and so is a worker that has not begun
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
 BOOT += "from jaxrl_llm.rewards import zygote; zygote.main(int(sys.argv[2]))"
-# One thread a worker, and a set's order that is the same in each.
+# One thread a worker, and an order of sets that is the same in each.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
@@ -54,14 +54,7 @@ class Isolated:
     workers: int = 0
 
     def __post_init__(self):
-        object.__setattr__(self, "fn", self.fn.fn if isinstance(self.fn, Isolated) else self.fn)
-        expect(callable(self.fn), "isolated.fn", self.fn, "a function")
-        for name, least in (("cpu_s", 0), ("memory_mb", 0), ("wall_s", self.cpu_s), ("workers", -1)):
-            value, whole = getattr(self, name), name in ("memory_mb", "workers")
-            number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-            kind = "a whole number" if whole else "a finite number"
-            good = number and math.isfinite(value) and value > least
-            expect(good, f"isolated.{name}", value, f"{kind} above {least}")
+        _check(self, {"cpu_s": 0, "memory_mb": 0, "wall_s": self.cpu_s, "workers": -1})
 
     def submit(self, *args: Any) -> Future:
         """Raises ValueError when a worker could not import the function."""
@@ -80,16 +73,23 @@ class Threaded:
     workers: int = 16
 
     def __post_init__(self):
-        object.__setattr__(self, "fn", self.fn.fn if isinstance(self.fn, Threaded) else self.fn)
-        expect(callable(self.fn), "threaded.fn", self.fn, "a function")
-        whole = isinstance(self.workers, int) and not isinstance(self.workers, bool)
-        expect(whole and self.workers > 0, "threaded.workers", self.workers, "a whole number above 0")
+        _check(self, {"workers": 0})
 
     def submit(self, *args: Any) -> Future:
         return _threads(self.workers, os.getpid()).submit(self.fn, *args)
 
     def __call__(self, *args: Any) -> Any:
         return self.fn(*args)
+
+
+def _check(reward: Isolated | Threaded, above: dict[str, float]) -> None:
+    if isinstance(reward.fn, type(reward)):  # a decorated function, by its name
+        object.__setattr__(reward, "fn", reward.fn.fn)
+    expect(callable(reward.fn), "reward", reward.fn, "a function")
+    for name, least in above.items():
+        value, kind = getattr(reward, name), int if name in ("memory_mb", "workers") else int | float
+        good = isinstance(value, kind) and not isinstance(value, bool) and least < value < math.inf
+        expect(good, name, value, f"a {'whole ' if kind is int else ''}number above {least}")
 
 
 def isolated(
@@ -99,8 +99,8 @@ def isolated(
 
     cpu_s: CPU seconds an item may take, then it is `timed_out`;  memory_mb: MiB it may add to its worker's address
     space, then it is `out_of_memory`;  wall_s: seconds from its start, for one that waits or ignores signals;
-    workers: processes, 0 for one a core. Functions share them. What `fn` raises is raised again; an exit or a fatal
-    signal is `crashed`. A function `warm_up()` in fn's module is called once before workers are forked.
+    workers: processes, shared by all functions, 0 for one a core. What `fn` raises is raised again; an exit or a fatal
+    signal is `crashed`. A function `warm_up()` in fn's module is called once, before workers are forked.
     """
     settings = {"cpu_s": cpu_s, "memory_mb": memory_mb, "wall_s": wall_s, "workers": workers}
     return partial(Isolated, **settings) if fn is None else Isolated(fn, **settings)
@@ -115,13 +115,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@functools.cache
+@functools.cache  # pid: a fork of this process has no threads
 def _threads(workers: int, pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="reward")
 
 
 @functools.cache
-def _pool(workers: int, pid: int) -> _Pool:  # pid: a fork of this process has no thread to serve a pool
+def _pool(workers: int, pid: int) -> _Pool:
     return _Pool(workers)
 
 
@@ -132,7 +132,7 @@ class _Item:
     limits: tuple[float, int]
     wall_s: float
     future: Future = field(default_factory=Future)
-    message: bytes = b""
+    number: int = -1  # of its function
     attempts: int = 0  # how often a zygote has died under it
 
     def end(self, outcome: str) -> None:
@@ -153,152 +153,127 @@ class _Function:
 class _Worker:
     number: int
     sock: socket.socket
-    generation: int  # functions that it knows
+    functions: int  # as many as were loaded when it was forked
     item: _Item | None = None
     started: bool = False
     deadline: float = math.inf
     outcome: str = ""  # of its item, when it is killed for that
     inbox: bytearray = field(default_factory=bytearray)
-    outbox: bytearray = field(default_factory=bytearray)
 
 
 class _Pool:
-    """One thread that hands items to workers and collects what they say; it alone touches all but `_new`."""
+    """One thread that hands items to workers and collects what they say; all but `_new` is its own."""
 
     def __init__(self, size: int):
         self._size, self._new, self._queue = size, deque(), deque()
         self._functions: dict[bytes, _Function] = {}
         self._workers: dict[int, _Worker] = {}
-        self._asked: deque[tuple[Callable, Any]] = deque()  # of the zygote: who takes its reply, and whom it is about
-        self._numbers, self._loaded, self._failures, self._heard = 0, 0, 0, 0.0
+        self._asked: deque[tuple[Callable, Any]] = deque()  # of the zygote: who takes its reply, whom it is about
+        self._forked, self._loaded, self._heard = 0, 0, 0.0
         self._zygote: subprocess.Popen | None = None
-        self._broken: BaseException | None = None
         self._selector = selectors.DefaultSelector()
         self._bell, bell = socket.socketpair()
         self._bell.setblocking(False)
-        self._selector.register(bell, selectors.EVENT_READ, lambda _: bell.recv(4096))
-        atexit.register(self._close)
-        threading.Thread(target=self._run, name="rewards", daemon=True).start()
+        self._selector.register(bell, selectors.EVENT_READ, lambda: bell.recv(4096))
+        atexit.register(lambda: self._zygote and self._zygote.kill())
+        self._open: set[Future] = set()
+        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+        self._thread.start()
 
     def submit(self, item: _Item) -> Future:
+        expect(self._thread.is_alive(), "the thread of the rewards' workers", "dead", "no error in it, see above")
+        self._open.add(item.future)
+        item.future.add_done_callback(self._open.discard)
         self._new.append(item)
         with contextlib.suppress(BlockingIOError):  # it has been rung often enough
             self._bell.send(b"\0")
-        if self._broken:
-            self._fail(self._broken)
         return item.future
 
     def _run(self) -> None:
         try:
             while True:
-                due = [w.deadline for w in self._workers.values()] + [self._heard + SILENT_S] * bool(self._asked)
-                wait = max(min(due, default=math.inf) - time.monotonic(), 0)
-                for key, mask in self._selector.select(None if wait == math.inf else wait):
-                    key.data(mask)
-                self._take()
-                self._expire()
-                self._dispatch()
-        except BaseException as error:
-            self._broken = error
-            self._fail(error)
+                self._turn()
+        except BaseException as error:  # a fault of this class: nobody shall wait for ever
+            for future in list(self._open):
+                future.set_exception(error)
             raise
 
-    def _fail(self, error: BaseException) -> None:
-        items = [*self._queue, *self._new, *(w.item for w in self._workers.values() if w.item)]
-        items += [i for f in self._functions.values() for i in f.waiting]
-        items += [s.item for _, s in self._asked if isinstance(s, _Worker) and s.item]
-        for item in items:
-            if not item.future.done():
-                item.future.set_exception(error)
-        self._queue.clear()
-        for f in self._functions.values():
-            f.waiting.clear()
-
-    def _close(self) -> None:
-        self._size = 0
-        if self._zygote:
-            self._zygote.kill()
-            self._zygote.wait()
-
-    def _take(self) -> None:
+    def _turn(self) -> None:
+        due = [w.deadline for w in self._workers.values()] + [self._heard + SILENT_S] * bool(self._asked)
+        wait = max(min(due, default=math.inf) - time.monotonic(), 0)
+        for key, _ in self._selector.select(None if wait == math.inf else wait):
+            if self._selector.get_map().get(key.fd) == key:  # an earlier one may have closed it
+                key.data()
         while self._new:
-            item = self._new.popleft()
-            if not item.future.set_running_or_notify_cancel():
-                continue
-            if item.fn not in self._functions:
-                self._functions[item.fn] = _Function(len(self._functions), item.fn)
-                if self._zygote:
-                    self._load(self._functions[item.fn])
-            fn = self._functions[item.fn]
-            item.message = pickle.dumps((fn.number, item.args, *item.limits))
-            if fn.error:
-                item.future.set_exception(RuntimeError(fn.error))
-            else:
-                (self._queue if fn.ready else fn.waiting).append(item)
-
-    def _expire(self) -> None:
+            self._take(self._new.popleft())
         now = time.monotonic()
         for worker in [w for w in self._workers.values() if now > w.deadline]:
             self._reap(worker, "timed_out" if worker.started else "")
         if self._asked and now > self._heard + SILENT_S:
             self._bury()
+        self._dispatch()
+
+    def _take(self, item: _Item) -> None:
+        if not item.future.set_running_or_notify_cancel():
+            return
+        if (fn := self._functions.get(item.fn)) is None:
+            fn = self._functions[item.fn] = _Function(len(self._functions), item.fn)
+            if self._zygote:
+                self._load(fn)
+        item.number = fn.number
+        if fn.error:
+            item.future.set_exception(RuntimeError(fn.error))
+        else:
+            (self._queue if fn.ready else fn.waiting).append(item)
 
     def _dispatch(self) -> None:
         """Items to idle workers. One under which a zygote has died runs alone: whom it kills then is not in doubt."""
         if self._zygote is None and (self._queue or any(f.waiting for f in self._functions.values())):
             self._start()
         idle = [w for w in self._workers.values() if w.item is None]
+        importing = any(isinstance(about, _Function) for _, about in self._asked)
         while self._queue:
             busy = [w.item for w in self._workers.values() if w.item]
-            suspect = self._queue[0].attempts or any(item.attempts for item in busy)
-            if (busy and suspect) or (not idle and len(self._workers) >= self._size):
+            alone = self._queue[0].attempts or any(item.attempts for item in busy)
+            if (busy and alone) or (not idle and (importing or len(self._workers) >= self._size)):
                 return
-            worker = idle.pop() if idle else self._fork()
-            worker.item, worker.started = self._queue.popleft(), False
-            worker.deadline = time.monotonic() + START_S
-            worker.outbox += zygote.HEAD.pack(len(worker.item.message)) + worker.item.message
-            self._on_worker(worker, selectors.EVENT_WRITE)
+            worker, item = idle.pop() if idle else self._fork(), self._queue.popleft()
+            worker.item, worker.started, worker.deadline = item, False, time.monotonic() + START_S
+            try:
+                zygote.send(worker.sock, pickle.dumps((item.number, item.args, *item.limits)))
+            except OSError:  # it has died, or does not read: its item goes to another
+                self._reap(worker)
 
     # --- workers ---
 
     def _fork(self) -> _Worker:
-        self._numbers += 1
+        self._forked += 1
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        worker = self._workers[self._numbers] = _Worker(self._numbers, ours, self._loaded)
+        ours.settimeout(10)
+        worker = self._workers[self._forked] = _Worker(self._forked, ours, self._loaded)
         self._selector.register(ours, selectors.EVENT_READ, partial(self._on_worker, worker))
         self._ask(("fork", worker.number), lambda _: None, None, theirs)
         theirs.close()
         return worker
 
-    def _on_worker(self, worker: _Worker, mask: int) -> None:
-        if worker.number not in self._workers:
-            return
+    def _on_worker(self, worker: _Worker) -> None:
         try:
-            if mask & selectors.EVENT_WRITE and worker.outbox:
-                del worker.outbox[: worker.sock.send(worker.outbox)]
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
-                self._selector.modify(worker.sock, wanted, partial(self._on_worker, worker))
-            data = worker.sock.recv(1 << 18) if mask & selectors.EVENT_READ else None
-        except BlockingIOError:
-            return
+            data = worker.sock.recv(1 << 18)
         except OSError:
             data = b""
-        if data is None:
-            return
         worker.inbox += data
         for message in zygote.messages(worker.inbox):
             if worker.item is None:  # nobody has asked: a copy of it, perhaps, that an item has left behind
                 data = b""
-                break
-            if message == zygote.STARTED:
+            elif message == zygote.STARTED:
                 worker.started, worker.deadline = True, time.monotonic() + worker.item.wall_s
-            else:
-                self._finish(worker, message)
-        if not data and worker.number in self._workers:
+            elif self._ended(worker, message):
+                data = b""
+        if not data:
             self._reap(worker)
 
-    def _finish(self, worker: _Worker, message: bytes) -> None:
+    def _ended(self, worker: _Worker, message: bytes) -> bool:
+        """Whether the worker has to go, once its item has its result."""
         item, worker.item, worker.deadline = worker.item, None, math.inf
         try:
             kind, value, retiring = pickle.loads(message)
@@ -313,8 +288,7 @@ class _Pool:
             item.future.set_exception(error)
         else:
             item.end(kind)
-        if retiring or worker.generation != self._loaded:
-            self._reap(worker)
+        return retiring or worker.functions != self._loaded
 
     def _reap(self, worker: _Worker, outcome: str = "") -> None:
         """Ends a worker. Its item ends with `outcome`; "": with what the worker's end tells, as the zygote knows."""
@@ -325,13 +299,10 @@ class _Pool:
         self._ask(("reap", worker.number), partial(self._reaped, worker), worker)
 
     def _reaped(self, worker: _Worker, status: int) -> None:
-        if worker.item is None:
-            return
-        limits = (signal.SIGPROF, signal.SIGXCPU)
-        if worker.outcome or worker.started:
-            at_limit = os.WIFSIGNALED(status) and os.WTERMSIG(status) in limits
-            worker.item.end(worker.outcome or ("timed_out" if at_limit else "crashed"))
-        else:
+        if worker.item and (worker.outcome or worker.started):
+            limited = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGXCPU)
+            worker.item.end(worker.outcome or ("timed_out" if limited else "crashed"))
+        elif worker.item:
             self._again(worker.item)
 
     def _again(self, item: _Item) -> None:
@@ -344,32 +315,31 @@ class _Pool:
     # --- the zygote ---
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        path = json.dumps([os.path.abspath(p) for p in sys.path])
-        command = [sys.executable, "-c", BOOT, path, str(theirs.fileno())]
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(10)
+        command = [sys.executable, "-c", BOOT, json.dumps(_path()), str(theirs.fileno())]
         self._zygote = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | ENVIRONMENT,
-            start_new_session=True,  # Ctrl-C is the trainer's
+            start_new_session=True,  # Ctrl-C is for the trainer
         )
         theirs.close()
-        ours.settimeout(10)  # of a send: what there is to read is read when it is there
-        self._control, self._inbox = ours, bytearray()
-        self._selector.register(ours, selectors.EVENT_READ, self._on_zygote)
+        self._inbox = bytearray()
+        self._selector.register(self._control, selectors.EVENT_READ, self._on_zygote)
         for fn in self._functions.values():
             if not fn.error:
                 self._load(fn)
 
-    def _ask(self, request: tuple, answered: Callable, subject: Any, sock: socket.socket | None = None) -> None:
+    def _ask(self, request: tuple, answered: Callable, about: Any, sock: socket.socket | None = None) -> None:
         if not self._asked:
             self._heard = time.monotonic()
-        self._asked.append((answered, subject))
+        self._asked.append((answered, about))
         with contextlib.suppress(OSError):  # its end is seen where its replies are read
             zygote.send(self._control, pickle.dumps(request), (sock.fileno(),) if sock else ())
 
-    def _on_zygote(self, _: int) -> None:
+    def _on_zygote(self) -> None:
         try:
             data = self._control.recv(1 << 16)
         except OSError:
@@ -382,31 +352,28 @@ class _Pool:
             self._bury()
 
     def _bury(self) -> None:
-        """After the zygote's death: what it had in hand goes to the next, and what it died of is blamed for it."""
+        """After the zygote's death: what ran goes to the next one, but a function on whose import it died thrice."""
         self._zygote.kill()
         code = self._zygote.wait()
-        self._selector.unregister(self._control)
-        self._control.close()
-        self._zygote, asked = None, list(self._asked)
+        asked, lost = list(self._asked), list(self._workers.values())
+        for sock in (self._control, *(w.sock for w in lost)):
+            self._selector.unregister(sock)
+            sock.close()
+        self._zygote = None
         self._asked.clear()
+        self._workers.clear()
         if asked and isinstance(fn := asked[0][1], _Function):
             fn.attempts += 1
             if fn.attempts > RETRIES:
                 self._refuse(fn, f"the workers' process ended with exit code {code} while it imported the function")
-        lost = [*self._workers.values(), *(s for _, s in asked if isinstance(s, _Worker))]
-        for worker in self._workers.values():
-            self._selector.unregister(worker.sock)
-            worker.sock.close()
-        self._workers.clear()
-        for worker in lost:
+        for worker in [*lost, *(about for _, about in asked if isinstance(about, _Worker))]:
             if worker.item and worker.outcome:
                 worker.item.end(worker.outcome)
             elif worker.item:
                 self._again(worker.item)
 
     def _load(self, fn: _Function) -> None:
-        path = [os.path.abspath(p) for p in sys.path]
-        self._ask(("load", fn.number, path, fn.pickled), partial(self._on_loaded, fn), fn)
+        self._ask(("load", fn.number, _path(), fn.pickled), partial(self._on_loaded, fn), fn)
 
     def _on_loaded(self, fn: _Function, error: str) -> None:
         if error:
@@ -414,12 +381,16 @@ class _Pool:
         elif not fn.ready:
             fn.ready, self._loaded = True, self._loaded + 1
             self._queue.extend(fn.waiting)
-            fn.waiting.clear()
             for worker in [w for w in self._workers.values() if w.item is None]:
                 self._reap(worker)  # it was forked before the function came
+        fn.waiting.clear()
 
     def _refuse(self, fn: _Function, error: str) -> None:
         fn.error = error
         for item in fn.waiting:
             item.future.set_exception(RuntimeError(error))
         fn.waiting.clear()
+
+
+def _path() -> list[str]:
+    return [os.path.abspath(p) for p in sys.path]
