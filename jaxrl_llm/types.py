@@ -53,6 +53,7 @@ class Reward:
     correct: bool
     parsed: str | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    outcome: Literal["scored", "timed_out", "out_of_memory", "crashed"] = "scored"  # of the verifier itself
 
 
 @dataclass(frozen=True)
