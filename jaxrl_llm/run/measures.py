@@ -31,9 +31,7 @@ def pass_at_k(correct: Bool[np.ndarray, "P N"], k: int) -> Float[np.ndarray, " P
     return 1 - np.prod(np.maximum(wrong[:, None] - i, 0) / (n - i), axis=1)
 
 
-def majority_at_k(
-    votes: Int[np.ndarray, "P N"], correct: Bool[np.ndarray, "P N"], k: int
-) -> Float[np.ndarray, " P"]:
+def majority_at_k(votes: Int[np.ndarray, "P N"], correct: Bool[np.ndarray, "P N"], k: int) -> Float[np.ndarray, " P"]:
     """maj@k: the chance that the commonest of k answers is right (self-consistency, 2203.11171), a problem.
 
     votes: equal numbers for equal answers, −1 for one that has no vote. Of tied answers each is taken equally often.

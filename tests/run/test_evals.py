@@ -57,7 +57,9 @@ class StandIn:
                 yield request, tuple(map(self.answer, TEXTS[request.draw][: request.group]))
 
     def answer(self, text):
-        ids = np.array([*TOKENIZER.encode(text.rstrip("~")), *([] if "~" in text else [TOKENIZER.eos_ids[0]])], np.int32)
+        ids = np.array(
+            [*TOKENIZER.encode(text.rstrip("~")), *([] if "~" in text else [TOKENIZER.eos_ids[0]])], np.int32
+        )
         return Answer(ids, np.zeros(len(ids), np.float32), ids * 0, LENGTH if "~" in text else EOS)
 
 
@@ -107,8 +109,15 @@ def test_summary_by_hand():
 
 def test_by_source_and_level():
     found = sample(StandIn(), asked(), 0)
-    assert {n: sorted({s.problem for s in of}) for n, of in grouped(found, "source").items()} == {"a": [0, 2, 4], "b": [1, 3]}
-    assert {n: sorted({s.problem for s in of}) for n, of in grouped(found, "level").items()} == {"0": [0, 1], "1": [2, 3], "2": [4]}
+    assert {n: sorted({s.problem for s in of}) for n, of in grouped(found, "source").items()} == {
+        "a": [0, 2, 4],
+        "b": [1, 3],
+    }
+    assert {n: sorted({s.problem for s in of}) for n, of in grouped(found, "level").items()} == {
+        "0": [0, 1],
+        "1": [2, 3],
+        "2": [4],
+    }
     assert grouped(found, "subject") == {}
     np.testing.assert_allclose(by_problem(grouped(found, "source")["b"])["accuracy"], [1 / 4, 2 / 4])
 
@@ -194,7 +203,9 @@ def test_the_task_s_own_equality_decides_votes():
     assert [s.vote for s in found[:4]] == ["4", "4", "5", None]
 
 
-@pytest.mark.parametrize(("form", "accepted"), [("#{}", True), ("\\boxed{{{}}}", True), ("<answer>{}</answer>", True), ("!{}!", False)])
+@pytest.mark.parametrize(
+    ("form", "accepted"), [("#{}", True), ("\\boxed{{{}}}", True), ("<answer>{}</answer>", True), ("!{}!", False)]
+)
 def test_the_best_constant_answer_is_written_as_the_reward_reads_it(form, accepted):
     judge = lambda prompt, text, finish: Reward(0.0, finish == EOS and text == form.format(prompt.answer))
     assert constant(PROMPTS, judge) == ((False, True, True, False, False) if accepted else ())
@@ -220,7 +231,9 @@ def test_a_suite_that_is_opened_has_the_problems_that_fit(capsys):
     assert evals.opened("s", replace(suite, max_tokens=7), templates.none, TOKENIZER, C).longest == 13
     C.rollout.servers = ("a:1",)
     assert evals.opened("s", suite, templates.none, TOKENIZER, C).longest == 4
-    with pytest.raises(ValueError, match="suite s is 'no problem that can be asked'; expected prompts of 1 to 4 tokens"):
+    with pytest.raises(
+        ValueError, match="suite s is 'no problem that can be asked'; expected prompts of 1 to 4 tokens"
+    ):
         evals.opened("s", Suite(lambda: Task(prompts[5:], prompts[5:], verdict)), templates.none, TOKENIZER, C)
 
 

@@ -37,7 +37,10 @@ def test_pass_at_k_with_many_answers():
 
 @pytest.mark.parametrize("k", [0, -1, 5])
 def test_k_must_fit(k):
-    for call in (lambda: pass_at_k(np.ones((3, 4), bool), k), lambda: majority_at_k(np.zeros((3, 4), int), np.ones((3, 4), bool), k)):
+    for call in (
+        lambda: pass_at_k(np.ones((3, 4), bool), k),
+        lambda: majority_at_k(np.zeros((3, 4), int), np.ones((3, 4), bool), k),
+    ):
         with pytest.raises(ValueError, match=f"k is {k}; expected 1 to 4"):
             call()
 
@@ -58,7 +61,9 @@ def test_a_majority_is_that_of_every_subset():
     votes = rng.integers(-1, 3, (12, 6))
     correct = (votes == 1) & (rng.random((12, 6)) < 0.9)  # an answer that is cut short may say the right thing
     for k in range(1, 7):
-        np.testing.assert_allclose(majority_at_k(votes, correct, k), [by_hand(v, c, k) for v, c in zip(votes, correct, strict=True)])
+        np.testing.assert_allclose(
+            majority_at_k(votes, correct, k), [by_hand(v, c, k) for v, c in zip(votes, correct, strict=True)]
+        )
 
 
 def test_majorities_by_hand():
@@ -74,11 +79,13 @@ def test_a_majority_of_some_of_many_answers_is_near_the_mean_over_all_subsets():
     assert majority_at_k(votes, votes == 0, 5) == majority_at_k(votes, votes == 0, 5)
 
 
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [("1,000", "1000"), ("$\\dfrac{1}{2}$", "\\frac12 ".replace("12", "{1}{2}")), ("0.50", ".5"), ("-0", "0"), ("7.", "7.0"),
-     ("\\left( 3, 4\\right)", "(3,4)"), ("x \\, y", "xy"), ("+3", "3"), ("100", "1e2".replace("1e2", "100.00"))],
-)  # fmt: skip
+EQUAL = [
+    ("1,000", "1000"), ("$\\dfrac{1}{2}$", "\\frac{1}{2} "), ("0.50", ".5"), ("-0", "0"), ("7.", "7.0"), ("+3", "3"),
+    ("\\left( 3, 4\\right)", "(3,4)"), ("x \\, y", "xy"), ("100", "100.00"), ("1,234,567.5", "1234567.50"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("a", "b"), EQUAL)
 def test_equal_texts(a, b):
     assert normalised(a) == normalised(b)
 
