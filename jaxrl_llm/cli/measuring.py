@@ -89,7 +89,7 @@ def _suites(policy: Policy, names: tuple[str, ...], given: dict[str, Any]) -> Ma
 
 
 def _sampled(policy: Policy, name: str, suite: Suite, template: str, out: Path) -> tuple[Asked, list[Sample]]:
-    """The suite's problems in a template (a name; "": the run's own), and its samples, which go into a file in `out`."""
+    """The suite in a template (a name; "": the run's own), and its samples, which go into a file in `out`."""
     import jax
 
     from jaxrl_llm.data import templates
@@ -153,23 +153,24 @@ def _rescore(source: Path, names: tuple[str, ...], reward: str, out: Path | None
     from jaxrl_llm.reports import evaluation
     from jaxrl_llm.run import evals, suites
 
-    files = [source] if source.suffix == ".jsonl" else sorted((source / "evals").glob("*.jsonl"))
     run = source if source.is_dir() else source.resolve().parent.parent
-    expect(files, "--rescore", str(source), "a file of samples, or a run that jaxrl eval has measured")
-    for file in files:
+    for file in _files(source):
         settings, samples = evals.read(file)
-        if names and settings["suite"] not in names:
+        name = settings["suite"]
+        if names and name not in names:
             continue
-        if reward:
-            judge = values.function(reward, None)
-        else:
-            own = load(run) if (run / "config.json").is_file() else None
-            name = settings["suite"]
-            judge = (own.task if name == "held-out" else suites.chosen([name], own)[name].task)().reward
+        own = load(run) if (run / "config.json").is_file() and not reward else None
+        made = own and ({"held-out": own.task} | {n: s.task for n, s in own.evaluation.suites.items()}).get(name)
+        judge = values.function(reward, None) if reward else made().reward if made else suites.judge()
         again = evals.rescored(samples, judge)
         changed = sum(x.correct != y.correct for x, y in zip(samples, again, strict=True))
         evals.write((out or file.parent) / file.name, settings, again)
-        print(f"{file.name}: {changed} of {len(again)} verdicts have changed", *evaluation.numbers(again), sep="\n")
+        solved = evals.constant([evals.prompt_of(s) for s in again if s.number == 0], judge)
+        print(
+            f"{file.name}: {changed} of {len(again)} verdicts have changed",
+            *evaluation.numbers(again, solved),
+            sep="\n",
+        )
 
 
 def compare(a: File, b: File) -> None:
@@ -185,22 +186,18 @@ def compare(a: File, b: File) -> None:
     from jaxrl_llm.reports import evaluation
     from jaxrl_llm.run import evals
 
-    first, second = ({s["suite"]: of for s, of in map(evals.read, _samples_of(x))} for x in (a, b))
+    first, second = ({s["suite"]: of for s, of in map(evals.read, _files(x))} for x in (a, b))
     both = [name for name in first if name in second]
     expect(both, f"{a} and {b}", "of no suite in common", "samples of the same suite")
     for name in both:
         print(evaluation.compared(name, first[name], second[name]))
 
 
-def _samples_of(source: Path) -> list[Path]:
-    """A file of samples, or a run's, the newest last."""
-    files = [source] if source.suffix == ".jsonl" else sorted((source / "evals").glob("*.jsonl"), key=_age)
-    expect(files, str(source), "without samples", "a file of samples, or a run that jaxrl eval has measured")
-    return files
-
-
-def _age(file: Path) -> float:
-    return file.stat().st_mtime
+def _files(source: Path) -> list[Path]:
+    """Of samples: the one that is named, or a run's, the newest last."""
+    found = [source] if source.suffix == ".jsonl" else list((source / "evals").glob("*.jsonl"))
+    expect(found, str(source), "without samples", "a file of samples, or a run that jaxrl eval has measured")
+    return sorted(found, key=lambda file: file.stat().st_mtime if file.exists() else 0)
 
 
 def gap(run: File, problems: int = 64, samples: int = 4, worst: int = 10, out: Path | None = None) -> None:

@@ -155,14 +155,11 @@ def sample(engine: Any, asked: Asked, seed: int, file: Path | None = None) -> li
 
 
 def _samples(problem: int, answers: Rollouts, rewards: Sequence[Reward], judge: Callable) -> list[Sample]:
-    prompt, out = answers.prompts[0], []
-    about = problem, prompt.text, prompt.question, prompt.answer, dict(prompt.meta)
-    votes = _votes([r.parsed for r in rewards], getattr(judge, "same", None))
-    for g, (reward, vote) in enumerate(zip(rewards, votes, strict=True)):
-        ended = answers.texts[g], str(answers.finish[g]), int(answers.lengths[g])
-        said = reward.parsed, vote, float(reward.value), bool(reward.correct), reward.outcome
-        out.append(Sample(about[0], g, *about[1:], *ended, *said))
-    return out
+    p, votes = answers.prompts[0], _votes([r.parsed for r in rewards], getattr(judge, "same", None))
+    about = p.text, p.question, p.answer, dict(p.meta)
+    ended = zip(answers.texts, answers.finish.tolist(), answers.lengths.tolist(), strict=True)
+    said = [(r.parsed, v, float(r.value), bool(r.correct), r.outcome) for r, v in zip(rewards, votes, strict=True)]
+    return [Sample(problem, g, *about, *e, *s) for g, (e, s) in enumerate(zip(ended, said, strict=True))]
 
 
 def _votes(parsed: Sequence[str | None], same: Callable[[str, str], bool] | None) -> list[str | None]:
@@ -229,16 +226,20 @@ def _begun(file: Path, asked: Asked) -> dict[int, list[Sample]]:
     return whole
 
 
+def prompt_of(s: Sample) -> Prompt:
+    """The problem that a sample answers."""
+    return Prompt(s.problem, s.prompt, s.answer, s.meta, s.question)
+
+
 def rescored(samples: Sequence[Sample], reward: Callable[[Prompt, str, str], Reward]) -> list[Sample]:
     """The samples with the verdicts of another reward, or of the same one again."""
     out, by_problem = [], defaultdict(list)
     for s in samples:
         by_problem[s.problem].append(s)
     for problem, group in by_problem.items():
-        first, blank, n = group[0], np.zeros((len(group), 1), np.int32), np.array([s.tokens for s in group])
-        prompt = Prompt(problem, first.prompt, first.answer, first.meta, first.question)
+        blank, n = np.zeros((len(group), 1), np.int32), np.array([s.tokens for s in group])
         texts, finish = tuple(s.text for s in group), np.array([s.finish for s in group])
-        answers = Rollouts((prompt,), blank[:1], n[:1], blank, blank, n, finish, texts, np.zeros(1, np.int64))
+        answers = Rollouts((prompt_of(group[0]),), blank[:1], n[:1], blank, blank, n, finish, texts, np.zeros(1))
         out += _samples(problem, answers, groups.score(Task((), (), reward), answers), reward)
     return out
 
@@ -250,15 +251,8 @@ def by_problem(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     """Each problem's accuracy (avg@N, pass@1), pass@k for k = 2, 4, …, maj@k for k = 4, 8, … up to N; [P]."""
     n = max(s.number for s in samples) + 1
     correct = np.array([s.correct for s in samples]).reshape(-1, n)
-    numbers: dict[tuple[int, str], int] = {}
-    seen: Counter = Counter()
-    votes = []
-    for s in samples:
-        if s.vote is not None and (s.problem, s.vote) not in numbers:
-            numbers[s.problem, s.vote] = seen[s.problem]
-            seen[s.problem] += 1
-        votes.append(-1 if s.vote is None else numbers[s.problem, s.vote])
-    votes, powers = np.array(votes).reshape(-1, n), [2**i for i in range(1, n.bit_length())]
+    votes, powers = np.array([s.vote for s in samples], object).reshape(-1, n), [2**i for i in range(1, n.bit_length())]
+    votes = np.array([[-1 if v is None else row.index(v) for v in row] for row in votes.tolist()])
     out = {"accuracy": correct.mean(axis=1)} | {f"pass@{k}": measures.pass_at_k(correct, k) for k in powers}
     return out | {f"maj@{k}": measures.majority_at_k(votes, correct, k) for k in powers if k > 2}
 

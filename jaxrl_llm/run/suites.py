@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxrl_llm.config import Config, Suite
 from jaxrl_llm.data import datasets
-from jaxrl_llm.types import Task, expect, nearest
+from jaxrl_llm.types import Prompt, Reward, Task, expect, nearest
 
 SUITES = {"math": ("gsm8k", "math500", "aime24", "aime25", "amc", "minerva", "olympiadbench")}
 SPLITS = {"gsm8k": "test"}  # of recipes that have more than one
@@ -20,7 +20,6 @@ def benchmark(name: Path | str) -> Task:
     They are both sides of the task. Raises ValueError for an unknown name, and for a recipe that is not prepared.
     """
     from jaxrl_llm.data import recipes
-    from jaxrl_llm.rewards import answers, workers
 
     if str(name).endswith(".jsonl"):
         prompts = datasets.read_jsonl(name)
@@ -30,7 +29,14 @@ def benchmark(name: Path | str) -> Task:
         hint = nearest(str(name), [*SUITES, *recipes.RECIPES])
         raise ValueError(f"suite {str(name)!r}: no such benchmark, and no .jsonl file; {hint}")
     expect(prompts, f"suite {name}", "empty", "at least one problem")
-    return Task(prompts, prompts, workers.isolated(answers.reward))
+    return Task(prompts, prompts, judge())
+
+
+def judge() -> Callable[[Prompt, str, str], Reward]:
+    """What judges the answers to benchmarks."""
+    from jaxrl_llm.rewards import answers, workers
+
+    return workers.isolated(answers.reward)
 
 
 def chosen(names: Sequence[str], config: Config | None = None) -> dict[str, Suite]:
