@@ -114,8 +114,7 @@ def test_benchmarks(run, benchmarks):
     assert [line.split(", ")[1] for line in printed.splitlines() if " at step " in line] == ["gsm8k", "amc"]
     assert "skipped math500: math500 is not prepared; run: jaxrl data prepare math500" in err
     assert len(err.splitlines()) == 5
-    assert ("gsm8k", "test") in benchmarks
-    assert ("amc", None) in benchmarks
+    assert benchmarks == [(name, None) for name in suites.SUITES["math"]]
     benchmarks.clear()
     assert "math500 is not prepared; run: jaxrl data prepare math500" in fails("eval", out, "--suite", "math500")
     assert "did you mean 'amc'?" in fails("eval", out, "--suite", "amx")
@@ -194,3 +193,18 @@ def test_analysis(run):
         "held-out-step2-n2-t1.0-none.jsonl",
         "held-out-step2-n2-t1.0-r1.jsonl",
     }
+
+
+def test_a_checkpoint_in_hugging_face_format(run, benchmarks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out, model = run[0], tmp_path / "model"
+    succeeds("export", out, model, "--dtype", "float32")
+    error = fails("eval", model)
+    assert "--suite is (); expected at least one, for a checkpoint in Hugging Face format" in error
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "00+1=", "answer": "1"}\n')
+    printed = succeeds("eval", model, "--suite", file, "--max-tokens", "4", "--samples", "2", "--template", "r1")
+    assert f"{model} at step 0, mine, 1 problems × 2 samples" in printed
+    rows = (tmp_path / "runs" / "model" / "evals" / "mine-step0-n2-m4-r1.jsonl").read_text().splitlines()
+    assert json.loads(rows[1])["prompt"].endswith("User: 00+1=\nAssistant: <think>")
+    assert len(rows) == 3

@@ -100,9 +100,10 @@ def _length(tokenizer: Tokenizer, prompt: Prompt) -> int:
 def constant(prompts: Sequence[Prompt], reward: Callable) -> tuple[bool, ...]:
     """Which problems the commonest gold answers, in the first of FORMS in which its own problem's verdict is right.
 
-    () if there is no such form.
+    Of a list of golds, which are alternatives, the first counts. () if there is no such form.
     """
-    golds = [None if p.answer is None else str(p.answer) for p in prompts]
+    first = lambda x: x[0] if isinstance(x, list | tuple) and x else x
+    golds = [None if p.answer is None else str(first(p.answer)) for p in prompts]
     for gold, _ in Counter(g for g in golds if g is not None).most_common(1):
         own = prompts[golds.index(gold)]
         for text in (form.format(gold) for form in FORMS):

@@ -11,7 +11,6 @@ from jaxrl_llm.data import datasets
 from jaxrl_llm.types import Prompt, Reward, Task, expect, nearest
 
 SUITES = {"math": ("gsm8k", "math500", "aime24", "aime25", "amc", "minerva", "olympiadbench")}
-SPLITS = {"gsm8k": "test"}  # of recipes that have more than one
 
 
 def benchmark(name: Path | str) -> Task:
@@ -24,7 +23,7 @@ def benchmark(name: Path | str) -> Task:
     if str(name).endswith(".jsonl"):
         prompts = datasets.read_jsonl(name)
     elif name in recipes.RECIPES:
-        prompts = recipes.load(name, SPLITS.get(name))
+        prompts = recipes.load(name)
     else:
         hint = nearest(str(name), [*SUITES, *recipes.RECIPES])
         raise ValueError(f"suite {str(name)!r}: no such benchmark, and no .jsonl file; {hint}")

@@ -210,6 +210,9 @@ def test_the_best_constant_answer_is_written_as_the_reward_reads_it(form, accept
     judge = lambda prompt, text, finish: Reward(0.0, finish == EOS and text == form.format(prompt.answer))
     assert constant(PROMPTS, judge) == ((False, True, True, False, False) if accepted else ())
     assert constant([Prompt(0, "")], judge) == ()
+    lists = [replace(p, answer=[p.answer, "other"]) for p in PROMPTS]
+    in_list = lambda prompt, text, finish: judge(replace(prompt, answer=prompt.answer[0]), text, finish)
+    assert constant(lists, in_list) == constant(PROMPTS, judge)
 
 
 def test_a_suite_that_is_opened_has_the_problems_that_fit(capsys):
