@@ -31,7 +31,7 @@ _RULES = {  # of what a response says
     r"(to|and) (get|reach|obtain|make) \S+, (we|i|you)('d| would)? need|what (would|do) (we|i) need to (get|reach)",
 }
 RULES = {name: re.compile(rule, re.IGNORECASE) for name, rule in _RULES.items()}
-COLUMNS = ("accuracy", "pass@", "format", "truncated", *RULES, "with", "without", "length/correct", "length/wrong")
+COLUMNS = ("accuracy", "pass@", "format", "truncated", *RULES, "length/correct", "length/wrong")
 
 
 def measured(samples: Sequence[Sample]) -> dict[str, float]:
@@ -43,7 +43,8 @@ def measured(samples: Sequence[Sample]) -> dict[str, float]:
     mean = lambda x: float(x.mean()) if len(x) else float("nan")
     row = evals.summary(samples) | {"format": mean(np.array([s.parsed is not None for s in samples]))}
     row |= {name: mean(found) for name, found in said.items()}
-    return row | {"with": mean(correct[said["reflection"]]), "without": mean(correct[~said["reflection"]])}
+    by = {"with": said["reflection"], "without": ~said["reflection"]}
+    return row | {f"accuracy/{name}": mean(correct[where]) for name, where in by.items()}
 
 
 def table(rows: Mapping[str, Mapping[str, float]]) -> list[str]:

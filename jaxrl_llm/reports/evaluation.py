@@ -25,7 +25,7 @@ def numbers(samples: Sequence[Sample], constant: Sequence[bool] = ()) -> list[st
     lines = [f"  {name:<14} {_mean(values)}" for name, values in evals.by_problem(samples).items()]
     lines.append(f"  {'constant':<14} {_constant(samples, solved)}")
     tokens = {n: v for n, v in evals.summary(samples).items() if n.startswith(("length", "truncated"))}
-    lines += [f"  {name:<14} {value:.4f}" for name, value in tokens.items()]
+    lines += [f"  {name:<14} {'-' if np.isnan(value) else f'{value:.4f}'}" for name, value in tokens.items()]
     for name in ("source", "level"):
         groups = evals.grouped(samples, name)
         for value, of in groups.items() if len(groups) > 1 else ():
@@ -52,10 +52,10 @@ def compared(name: str, a: Sequence[Sample], b: Sequence[Sample]) -> str:
     expect(both, name, "no question that both have answered", "samples of the same suite")
     x, y = (np.array([of[question] for question in both]) for of in (first, second))
     t = measures.paired(x, y, single={s.number for s in (*a, *b)} == {0})
-    exact = "" if t.mcnemar is None else f", McNemar's {t.mcnemar:.4f}"
+    exact = "" if t.mcnemar is None else f", McNemar's {t.mcnemar:.2g}"
     change = f"{t.a:.4f} → {t.b:.4f}, {t.b - t.a:+.4f} [{t.low:+.4f}, {t.high:+.4f}]"
     rest = f", {len(first) + len(second) - 2 * len(both)} of one alone" if len({*first} ^ {*second}) else ""
-    return f"{name}: {change}, p {t.p:.4f}{exact}; {t.problems} problems{rest}, {t.better} better, {t.worse} worse"
+    return f"{name}: {change}, p {t.p:.2g}{exact}; {t.problems} problems{rest}, {t.better} better, {t.worse} worse"
 
 
 def _by_question(samples: Sequence[Sample]) -> dict[tuple[str, int], float]:

@@ -60,11 +60,11 @@ def test_measured_by_hand():
     assert row["truncated"] == 1 / 4
     assert row["reflection"] == row["backtracking"] == 1 / 2
     assert row["verification"] == 1 / 4
-    assert (row["with"], row["without"]) == (1 / 2, 1 / 2)
+    assert (row["accuracy/with"], row["accuracy/without"]) == (1 / 2, 1 / 2)
     assert (row["length/correct"], row["length/wrong"]) == (5, 5)
     silent = analysis.measured(samples([("so", 1, "1", True)] * 2))
-    assert math.isnan(silent["with"])
-    assert silent["without"] == 1
+    assert math.isnan(silent["accuracy/with"])
+    assert silent["accuracy/without"] == 1
 
 
 def test_table_and_picture(tmp_path):
@@ -73,7 +73,7 @@ def test_table_and_picture(tmp_path):
     cells = {line.split()[0]: line.split()[1:] for line in lines[1:]}
     assert lines[0].split() == ["none", "1", "r1", "1"]
     assert cells["accuracy"] == ["0.5000", "1.0000"]
-    assert cells["with"] == ["0.5000", "-"]
+    assert cells["accuracy/with"] == ["0.5000", "-"]
     assert cells["length/wrong"] == ["5.0", "-"]
     assert "value" not in cells
     assert len({len(line) for line in lines}) == 1
@@ -102,11 +102,9 @@ def test_a_comparison_pairs_questions_whatever_their_place_and_template():
         replace(s, problem=1 - s.problem, question=s.prompt, prompt=f"<{s.prompt}>", correct=s.problem == 1) for s in a
     ]
     b = sorted(b, key=lambda s: s.problem)
-    assert evaluation.compared("s", a, b).startswith(
-        "s: 0.5000 → 0.5000, +0.0000 [-0.5000, +0.5000], p 1.0000; 2 problems"
-    )
+    assert evaluation.compared("s", a, b).startswith("s: 0.5000 → 0.5000, +0.0000 [-0.5000, +0.5000], p 1; 2 problems")
     one = [s for s in a if s.number == 0], [s for s in b if s.number == 0]
-    assert "McNemar's 1.0000" in evaluation.compared("s", *one)
+    assert "McNemar's 1;" in evaluation.compared("s", *one)
     assert "2 problems, 1 of one alone" in evaluation.compared("s", [*a, replace(a[0], problem=2, prompt="q2")], b)
     with pytest.raises(ValueError, match="s is 'no question that both have answered'"):
         evaluation.compared("s", a, [replace(s, prompt="?") for s in a])
