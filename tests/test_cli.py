@@ -212,14 +212,21 @@ def test_show_prints_json_that_makes_the_same_config(run):
 
 def test_eval_measures_the_newest_checkpoint(run):
     out, _ = run
-    before = sorted(p for p in out.rglob("*"))
     printed = succeeds("eval", out, "--problems", "5", "--samples", "4")
-    values = dict(line.split() for line in printed.splitlines()[1:])
+    values = dict(line.split()[:2] for line in printed.splitlines()[1:])
     assert printed.splitlines()[0] == f"{out} at step 2, 2 problems × 4 samples"  # of two held-out ones
-    assert {"accuracy", "pass@2", "pass@4", "length"} <= set(values)
+    assert {"accuracy", "pass@2", "pass@4", "maj@4", "constant", "length"} <= set(values)
     assert 0 <= float(values["accuracy"]) <= float(values["pass@2"]) <= float(values["pass@4"]) <= 1
-    assert succeeds("eval", out, "--problems", "5", "--samples", "4").splitlines()[1:3] == printed.splitlines()[1:3]
-    assert sorted(p for p in out.rglob("*")) == before
+    file = out / "evals" / "held-out-step2-n4.jsonl"
+    assert len(file.read_text().splitlines()) == 1 + 2 * 4
+    logged = [row["eval/accuracy"] for row in rows(out) if "eval/accuracy" in row][-1]
+    once = succeeds("eval", out, "--out", out.parent / "elsewhere")  # as in the run: one sample
+    assert abs(float(once.split()[once.split().index("accuracy") + 1]) - logged) < 5e-5
+    written = file.read_bytes()
+    assert succeeds("eval", out, "--problems", "5", "--samples", "4") == printed  # from the file
+    file.unlink()
+    assert succeeds("eval", out, "--problems", "5", "--samples", "4") == printed
+    assert file.read_bytes() == written
 
 
 def test_sample_answers_a_problem(run):

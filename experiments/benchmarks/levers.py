@@ -37,6 +37,7 @@ from jaxrl_llm.models.transformer import LoRA, ModelConfig  # noqa: E402
 from jaxrl_llm.objective import losses  # noqa: E402
 from jaxrl_llm.objective.algorithms import ALGORITHMS  # noqa: E402
 from jaxrl_llm.run import evals, sft, trainer  # noqa: E402
+from jaxrl_llm.sampler import groups  # noqa: E402
 from jaxrl_llm.types import LENGTH, Optimizer, Prompt, Rollouts  # noqa: E402
 
 MIB = 2**20
@@ -118,9 +119,10 @@ def moved(run: Path, problems: int = 256) -> None:
     config, model = made.config, made.config.model
     with jax.set_mesh(made.mesh):
         params = sft.load(config, run / "base", made.mesh)
-        asked = {"seed": config.seed, "max_prompt_tokens": config.rollout.max_prompt_tokens}
-        engine = trainer.make_engine(made, params)
-        drawn = evals.evaluate(engine, made.task, problems=problems, samples=1, **asked)[1]
+        prompts = tuple(made.task.test[:problems])
+        asked = {"draws": np.arange(len(prompts)), "max_prompt_tokens": config.rollout.max_prompt_tokens}
+        engine, seed = trainer.make_engine(made, params), evals.SEED_STREAM + config.seed
+        drawn = groups.sample_groups(engine, prompts, 1, seed=seed, **asked)
     mask, exact = (
         np.arange(drawn.tokens.shape[1]) < drawn.lengths[:, None],
         learner.learner_logprobs(made, params, drawn),

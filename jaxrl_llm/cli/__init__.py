@@ -17,7 +17,13 @@ __all__ = ["COMMANDS", "main", "use_devices"]
 COMMANDS = {  # with two examples each
     "train": (learning.train, "my.py", "experiments/laptop_dapo.py --algorithm gspo --set steps=200 --out runs/gspo"),
     "sft": (learning.sft, "experiments/laptop_dapo.py", "experiments/laptop_dapo.py --set prime.stages.0.batches=100"),
-    "eval": (measuring.evaluate, "runs/laptop_dapo", "runs/laptop_dapo --problems 64 --samples 8"),
+    "eval": (measuring.evaluate, "runs/laptop_dapo --problems 64 --samples 8", "runs/my --suite math --samples 4"),
+    "compare": (
+        measuring.compare,
+        "runs/a runs/b",
+        "runs/a/evals/gsm8k-step0-n1.jsonl runs/a/evals/gsm8k-step9-n1.jsonl",
+    ),
+    "analyse": (measuring.analyse, "runs/laptop_dapo", "models/qwen --suite math500 --templates none r1 --samples 4"),
     "sample": (policies.sample, "runs/laptop_dapo 'a3b4c2:'", "runs/laptop_dapo 'a3b4c2:' --n 4 --seed 1"),
     "gap": (measuring.gap, "runs/laptop_dapo", "runs/laptop_dapo --problems 16 --samples 1"),
     "import": (policies.import_, "Qwen/Qwen2.5-0.5B", "models/qwen --prompt '1 + 1 =' --tokens 4 --out my.py"),

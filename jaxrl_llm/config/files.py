@@ -103,7 +103,7 @@ def named(algorithm: str) -> Algorithm:
 def load(path: Path | str, assignments: tuple[str, ...] = (), algorithm: str | None = None) -> Config:
     """CONFIG of an experiment file, or the config of a run (its folder or config.json), with overrides, validated.
 
-    A path that the file's task, tokenizer or init takes (a keyword annotated as Path) may be relative to the file.
+    A path that the file's tasks, tokenizer or init take (a keyword annotated as Path) may be relative to the file.
     algorithm: the row of ALGORITHMS that takes the place of its own before the overrides.
     """
     path = Path(path)
@@ -127,7 +127,7 @@ def load(path: Path | str, assignments: tuple[str, ...] = (), algorithm: str | N
 
 
 def _located(config: Config, folder: Path) -> Config:
-    """The config, in whose task, tokenizer and init paths of what lies in `folder` are absolute."""
+    """The config, in whose tasks, tokenizer and init paths of what lies in `folder` are absolute."""
 
     def located(make: Any) -> Any:
         fn, keywords = values.unbound(make)
@@ -138,6 +138,8 @@ def _located(config: Config, folder: Path) -> Config:
 
     if config.prime is not None and config.prime.task is not None:
         config = dataclasses.replace(config, prime=dataclasses.replace(config.prime, task=located(config.prime.task)))
+    suites = {n: dataclasses.replace(s, task=located(s.task)) for n, s in config.evaluation.suites.items()}
+    config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, suites=suites))
     init = config.init and located(config.init)
     return dataclasses.replace(config, task=located(config.task), tokenizer=located(config.tokenizer), init=init)
 

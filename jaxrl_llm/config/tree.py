@@ -77,10 +77,24 @@ class Learning:
 
 
 @dataclass(frozen=True)
+class Suite:
+    """Problems to evaluate on besides the held-out ones, and how their answers are drawn; None: as in training."""
+
+    task: Callable  # () -> types.Task, whose test side is asked; run/suites.py makes them of benchmarks
+    every: int = 0  # steps; 0: whenever the held-out problems are
+    problems: int = 512  # the first ones
+    samples: int = 1  # answers per problem
+    temperature: float | None = None  # 0: greedy
+    top_p: float | None = None
+    max_tokens: int = 0  # per answer; 0: rollout.max_response_tokens
+
+
+@dataclass(frozen=True)
 class Evaluation:
     every: int = 10  # steps; 0: only before and after
     problems: int = 512  # of the held-out split
     samples: int = 1  # answers per problem, drawn like the training ones
+    suites: Mapping[str, Suite] = field(default_factory=dict)  # by the name that their metrics have
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.config.tree import Checkpoint, Config, Evaluation, Learning, Mesh, Prime, Rollout, Stage
+from jaxrl_llm.config.tree import Checkpoint, Config, Evaluation, Learning, Mesh, Prime, Rollout, Stage, Suite
 from jaxrl_llm.config.values import coerce, hints, is_function, unbound
 from jaxrl_llm.data import fitting
 from jaxrl_llm.data.tokenizers import Tokenizer
@@ -26,14 +26,16 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
     ("at least 1", lambda x: x >= 1, {
         Config: "steps micro_batches", Mesh: "data fsdp tensor", Stage: "batches", Updates: "epochs",
         Rollout: "prompts group_size max_prompt_tokens max_response_tokens tokens_per_call max_rounds",
-        Evaluation: "problems samples", Checkpoint: "every keep", Algorithm: "updates_per_batch",
+        Evaluation: "problems samples", Suite: "problems samples", Checkpoint: "every keep",
+        Algorithm: "updates_per_batch",
         ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width max_positions experts_per_token "
         "expert_width",
         Critic: "updates mini_batches", Learning: "logprob_chunk", LoRA: "rank",
     }),
     ("at least 0", lambda x: x >= 0, {
         Config: "logged_samples abort_after seed", Rollout: "slots budget max_staleness top_k", Evaluation: "every",
-        Term: "warmup", Critic: "pretrain head_std", Optimizer: "lr warmup weight_decay",
+        Suite: "every temperature max_tokens", Term: "warmup", Critic: "pretrain head_std",
+        Optimizer: "lr warmup weight_decay",
         Learning: "row_tokens", ModelConfig: "experts router_aux_coef",
     }),
     ("a positive number", lambda x: x > 0, {
@@ -41,7 +43,7 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
         LoRA: "alpha",
         RopeScaling: "factor low_freq_factor high_freq_factor original_max_position",
     }),
-    ("a number in (0, 1]", lambda x: 0 < x <= 1, {Rollout: "top_p", PromptChoice: "retire_above"}),
+    ("a number in (0, 1]", lambda x: 0 < x <= 1, {Rollout: "top_p", Suite: "top_p", PromptChoice: "retire_above"}),
     ("a number in [0, 1]", lambda x: 0 <= x <= 1, {Critic: "gamma lam"}),
     ("a number in [0, 1)", lambda x: 0 <= x < 1, {Optimizer: "b1 b2"}),
     ("an even number", lambda x: x % 2 == 0, {ModelConfig: "head_width"}),
@@ -82,6 +84,7 @@ def validate(config: Config) -> Config:
         expect(config.prime is None, "init", _name(config.init), "None with prime: either makes the base policy")
         _validate_call(config.init, "init", config.model, None)
     _validate_call(config.task, "task")
+    _validate_suites(config)
     _validate_call(config.tokenizer, "tokenizer")
     expected = "a function, as jaxrl_llm.run.teachers:run, exactly when distill_coef or teacher_logp needs one"
     expect((config.teacher is not None) == a.needs_teacher, "teacher", config.teacher, expected)
@@ -277,6 +280,17 @@ def _called(fn: Callable, name: str, given: dict[str, Any]) -> Any:
         if names_it and keyword in inspect.signature(fn).parameters:
             raise ValueError(f"algorithm.{name}.{text} ({_name(fn)})") from error
         raise ValueError(f"algorithm.{name}: {_name(fn)}: {text}") from error
+
+
+def _validate_suites(config: Config) -> None:
+    r = config.rollout
+    room = r.max_response_tokens if r.servers else config.model.max_positions - 1
+    for name, suite in config.evaluation.suites.items():
+        where = f"evaluation.suites.{name}"
+        expect(re.fullmatch(r"[\w.-]+", name), "evaluation.suites", name, "names of letters, digits, '_', '-' and '.'")
+        _validate_call(suite.task, f"{where}.task")
+        expected = f"at most {room}, {'what the servers draw' if r.servers else 'model.max_positions less a prompt'}"
+        expect(suite.max_tokens <= room, f"{where}.max_tokens", suite.max_tokens, expected)
 
 
 def _validate_prime(prime: Prime | None) -> None:

@@ -35,7 +35,7 @@ from jaxrl_llm.sampler.client import RemoteEngine
 from jaxrl_llm.sampler.decode import LocalEngine, push_weights
 from jaxrl_llm.sampler.groups import ScoredBatch
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.types import LENGTH, Reward, expect
+from jaxrl_llm.types import LENGTH, expect
 
 SURE = 100  # held-out answers, all wrong, after which a base policy is taken to know nothing
 
@@ -173,6 +173,7 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
         if not resume:  # else once it is known that there is something to resume
             folder.record(config, out, source)
         learner = replace(build(_with_own_tokenizer(config, out) if resume else config), config=config)
+        suites = evals.ready(learner)
         managed = Checkpoints(out / "checkpoints", config.checkpoint.keep)
         with jax.set_mesh(learner.mesh), contextlib.closing(managed) as checkpoints:
             learner, a = with_teacher(learner), config.algorithm
@@ -195,14 +196,15 @@ def train(config: Config, out: Path, *, resume: bool = False, source: Path | Non
                 folder.record(config, out, source)
             learner.tokenizer.save(out / "tokenizer")
             with metrics.RunLog(out, at.step or None) as log:
-                at = _loop(learner, state, at, log, checkpoints, stopping)
+                at = _loop(learner, state, at, log, checkpoints, stopping, suites)
         if at.step < config.total_steps:
             raise Stopped(stopping())
 
 
 def _loop(
-    learner: Learner, state: TrainState, at: Position, log: metrics.RunLog, checkpoints: Checkpoints, stopping: Callable
-) -> Position:
+    learner: Learner, state: TrainState, at: Position, log: metrics.RunLog, checkpoints: Checkpoints,
+    stopping: Callable, suites: dict[str, evals.Asked],
+) -> Position:  # fmt: skip
     """Steps until the last one, or until a signal; the position then, whose checkpoint is saved."""
     config, total, skipped = learner.config, learner.config.total_steps, 0
     # What tells this learner from others at a sampler's server, also when it resumes
@@ -224,13 +226,14 @@ def _loop(
     try:
         with metrics.Progress(total - at.step, "training") as progress:
             if at.step == 0:
-                progress.line(_check_base(learner, engine, log))
+                progress.line(_check_base(learner, engine, log, suites))
             while at.step < total and not stopping():
                 state, engine, at, scored, row = one_step(learner, state, engine, at, mode)
                 skipped = skipped + 1 if 1 in (row.get("skipped"), row.get("critic/skipped")) else 0
                 try:
                     if at.step == total or (config.evaluation.every and at.step % config.evaluation.every == 0):
                         row |= evaluate_policy(learner, engine)
+                    row |= evals.scheduled(learner, engine, suites, at.step)
                 finally:  # what the step has measured is kept also when its evaluation raises
                     log.samples(at.step, sample_rows(scored, config.logged_samples))
                     log.log(at.step, row | {"perf/compilations": metrics.compilations()})
@@ -267,14 +270,16 @@ class Diverged(RuntimeError):
         super().__init__(f"{steps} Last checkpoint: {f'step {saved[-1]}' if saved else 'none yet'}")
 
 
-def _check_base(learner: Learner, engine: Any, log: metrics.RunLog) -> str:
+def _check_base(learner: Learner, engine: Any, log: metrics.RunLog, suites: dict[str, evals.Asked]) -> str:
     """Log the policy that the run begins with; a line for the terminal.
 
     Raises RuntimeError when no answer is right and no group of such answers passes the group filter.
     """
     row, rewards = _evaluated(learner, engine)
+    row |= evals.scheduled(learner, engine, suites, 0)
     log.log(0, row)
     line = f"base policy: held-out accuracy {row['eval/accuracy']:.1%}"
+    line += "".join(f", {name} {row[f'eval/{name}/accuracy']:.1%}" for name in suites)
     if row["eval/accuracy"] > 0:
         return line
     a, size, n = learner.config.algorithm, learner.config.rollout.group_size, len(rewards)
@@ -300,12 +305,11 @@ def prime_only(config: Config, out: Path, *, source: Path | None = None) -> dict
             return evaluate_policy(learner, make_engine(learner, base))
 
 
-def _evaluated(learner: Learner, engine: Any) -> tuple[dict[str, float], list[Reward]]:
-    e, seed, longest = learner.config.evaluation, learner.config.seed, learner.config.rollout.max_prompt_tokens
-    asked = {"problems": e.problems, "samples": e.samples, "seed": seed, "max_prompt_tokens": longest}
+def _evaluated(learner: Learner, engine: Any) -> tuple[dict[str, float], list[evals.Sample]]:
     start = time.perf_counter()
-    row, _, rewards = evals.evaluate(engine, learner.task, **asked)
-    return row | {"perf/eval_s": time.perf_counter() - start}, rewards
+    samples = evals.sample(engine, evals.held_out(learner), learner.config.seed)
+    row = {f"eval/{name}": value for name, value in evals.summary(samples).items()}
+    return row | {"perf/eval_s": time.perf_counter() - start}, samples
 
 
 def evaluate_policy(learner: Learner, engine: Any) -> dict[str, float]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxrl_llm.config import Config, Mesh, Rollout
-from jaxrl_llm.learner.learner import build
+from jaxrl_llm.learner.learner import Learner, build
 from jaxrl_llm.models import hf, hf_format
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.run import probe, trainer
@@ -53,10 +54,10 @@ def experiment(source: str, file: Path | None = None) -> str:
     return EXPERIMENT.format(name=file.stem, file=file, source=source, **room)
 
 
-def try_checkpoint(source: str, text: str, tokens: int) -> list[str]:
-    """Lines about a checkpoint: shape, tokenizer, what `probe.prove` measures, the greedy continuation of `text`.
+def policy(source: str, tokens: int, text: str = "?", slots: int = 0) -> tuple[Learner, Any, Any]:
+    """A checkpoint's learner, which learns nothing, a sampler with its weights, and the weights.
 
-    Raises ValueError or OSError for one that cannot be used, as `hf.check` and `tokenizers.load` do.
+    tokens: of an answer. slots: answers drawn at once, on each device; 0: two. Raises as `hf.check` does.
     """
     start, prompt = hf.start(source), Prompt(0, text)
     shape, tokenizer = start["model"], start["tokenizer"]()
@@ -65,15 +66,25 @@ def try_checkpoint(source: str, text: str, tokens: int) -> list[str]:
     ways = max(n for n in range(1, jax.device_count() + 1) if shape.width % n == 0)
     room = min(512, shape.max_positions - tokens)
     expect(room > 0, "tokens", tokens, f"less than the context of {shape.max_positions} tokens")
-    size = Rollout(prompts=ways, group_size=2, max_prompt_tokens=room, max_response_tokens=tokens)
+    size = Rollout(ways, 2, max_prompt_tokens=room, max_response_tokens=tokens, slots=slots * ways)
     task = partial(Task, (prompt,), (prompt,), Reward)
     config = Config(task, ALGORITHMS["grpo"], rollout=size, mesh=Mesh(fsdp=ways), **start)
     learner = build(config)
     with jax.set_mesh(learner.mesh):
         params = config.init(shape, learner.mesh, dtype=shape.dtype)
-        engine = trainer.make_engine(learner, params)
+        return learner, trainer.make_engine(learner, params), params
+
+
+def try_checkpoint(source: str, text: str, tokens: int) -> list[str]:
+    """Lines about a checkpoint: shape, tokenizer, what `probe.prove` measures, the greedy continuation of `text`.
+
+    Raises ValueError or OSError for one that cannot be used, as `hf.check` and `tokenizers.load` do.
+    """
+    learner, engine, params = policy(source, tokens, text)
+    shape, tokenizer = learner.config.model, learner.tokenizer
+    with jax.set_mesh(learner.mesh):
         gap = probe.prove(learner, engine, params)
-        ids = tuple(tokenizer.encode_prompt(prompt))
+        ids = tuple(tokenizer.encode_prompt(Prompt(0, text)))
         ((answer,),) = engine.probe(Request(ids, 1, tokens, Sampling(0.0))).values()
     names = ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in tokenizer.eos_ids)
     heads = f"{shape.heads} heads on {shape.kv_heads} of width {shape.head_width}"

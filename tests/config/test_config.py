@@ -881,8 +881,8 @@ def unread(sources):
 
 
 SOURCES = {p: p.read_text() for p in Path(jaxrl_llm.__file__).parent.rglob("*.py")}
-# For people; a permission and a limit, which `validate` alone asks for
-NOT_READ = {"Algorithm.paper", "Rollout.allow_filtered", "ModelConfig.max_positions"}
+# For people; a permission, which `validate` alone asks for
+NOT_READ = {"Algorithm.paper", "Rollout.allow_filtered"}
 
 
 def test_every_field_of_the_config_is_read_somewhere():
