@@ -16,7 +16,7 @@ import base64
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -138,7 +138,12 @@ def sample_batch(
     limits = {"prompts": r.prompts, "most": r.prompts * (r.max_rounds if resample else 1), "resample": resample}
     sample = lambda next_request: dispatcher.sample(engine, next_request, latest)
     request = lambda prompt: dispatcher.request(engine, prompt)
-    limits |= {"pending": at.pending, "waiting": lambda: watch("reward")}
+
+    def waiting(judging: Iterable[Future]) -> Iterable[Future]:
+        with watch("reward"):
+            return groups.first_done(judging)
+
+    limits |= {"pending": at.pending, "waiting": waiting}
     with watch("rollout"):
         scored = groups.fill_batch(sample, dispatcher.ask, request, dispatcher.judge, **limits)
     watch.add("reward", 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -120,6 +119,11 @@ class ScoredBatch:
     old_logp: np.ndarray | None = None  # float32 [B,T]: from the sampler's own kernels, in place of the learner's
 
 
+def first_done(futures: Iterable[Future]) -> set[Future]:
+    """Those that are done, once one is."""
+    return wait(futures, return_when=FIRST_COMPLETED).done
+
+
 def fill_batch(
     sample: Callable[[NextRequest], Iterator[tuple[Request, Group]]],
     ask: Callable[[], PendingPrompt],
@@ -130,23 +134,20 @@ def fill_batch(
     most: int,
     pending: Sequence[PendingPrompt] = (),
     resample: bool = True,
-    waiting: Callable[[], AbstractContextManager] = nullcontext,
+    waiting: Callable[[Iterable[Future]], Iterable[Future]] = first_done,
 ) -> ScoredBatch:
     """Groups until `prompts` of them have passed the filter; one that has not is replaced as soon as that is known.
 
-    A prompt is asked for only when a group was rejected, so that the batch is that of the first draws, in their order,
-    in whatever order they were answered and judged. Groups are judged while others are drawn: verdicts are waited for
-    only when there is nothing to draw, and then for whichever comes first. pending: unfinished groups of an earlier
-    call, which come first. A group whose answers reach their token budget is put aside, and another one begun; once as
-    many as a batch has are put aside, they go on, the oldest first. Without `resample` rejected groups stay in the
-    batch, and `kept` tells which passed. waiting: what surrounds the waits.
+    A prompt is asked for only when a group was rejected: the batch is that of the first draws, in their order, in
+    whatever order they were answered and judged. A verdict is waited for (by `waiting`) only when there is nothing to
+    draw, and then whichever comes first. pending: unfinished groups of an earlier call, which come first. A group whose
+    answers reach their token budget is put aside, and another one begun; once as many as a batch has are put aside,
+    they go on, the oldest first. Without `resample` rejected groups stay in the batch, and `kept` tells which passed.
     Raises RuntimeError with the pass rates when `most` prompts were asked for and too few groups passed.
     """
     under_way: dict[int, PendingPrompt] = {}
-    judging: set[Future[ScoredGroup]] = set()
-    judged: list[ScoredGroup] = []
-    first, put_aside = deque(pending), deque()
-    full, asked = 0, 0
+    judging, judged = set[Future[ScoredGroup]](), list[ScoredGroup]()
+    first, put_aside, full, asked = deque(pending), deque(), 0, 0
 
     def take(verdicts: Iterable[Future[ScoredGroup]]) -> None:
         nonlocal full
@@ -159,10 +160,8 @@ def fill_batch(
         nonlocal asked
         if full + len(under_way) + len(judging) >= prompts or (asked == most and not first and not put_aside):
             return None
-        if first:
-            return first.popleft()
-        if len(put_aside) >= prompts or asked == most:
-            return put_aside.popleft()
+        if first or len(put_aside) >= prompts or asked == most:
+            return (first or put_aside).popleft()
         asked += 1
         return ask()
 
@@ -171,9 +170,7 @@ def fill_batch(
         while (prompt := next_prompt()) is None:
             if under_way or not judging:
                 return None
-            with waiting():
-                verdicts = wait(judging, return_when=FIRST_COMPLETED).done
-            take(verdicts)
+            take(waiting(judging))
         under_way[prompt.draw] = prompt
         return request(prompt)
 
@@ -184,10 +181,9 @@ def fill_batch(
         else:
             judging.add(judge(prompt, answered, group))
     judged.sort(key=lambda j: j.prompt.draw)
-    chosen = [j for j in judged if j.kept or not resample]
     if full < prompts:
         raise too_few_groups(judged, prompts, most // prompts)
-    return scored_batch(chosen, judged, (*first, *put_aside))
+    return scored_batch([j for j in judged if j.kept or not resample], judged, (*first, *put_aside))
 
 
 def too_few_groups(judged: Sequence[ScoredGroup], prompts: int, rounds: int) -> RuntimeError:

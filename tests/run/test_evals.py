@@ -47,7 +47,7 @@ class StandIn:
     max_prompt_tokens: int = 99
     asked: list = field(default_factory=list)
 
-    def sample(self, next_request):
+    def sample(self, next_request, latest=None):
         while True:
             batch = [r for r in (next_request() for _ in range(3)) if r is not None]
             if not batch:

@@ -1,6 +1,5 @@
 """The stream of problems, dynamic sampling with a fake sampler, and verifiers that misbehave."""
 
-import contextlib
 import math
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from jaxrl_llm.sampler.groups import (
     PendingPrompt,
     ScoredGroup,
     fill_batch,
+    first_done,
     passes_filter,
     sample_groups,
     to_rollouts,
@@ -138,11 +138,10 @@ def fill(
     """
     log, left, cuts, judging = [], iter(range(start, 40 + len(outcomes))), list(cuts), []
 
-    @contextlib.contextmanager
-    def waiting():
+    def waiting(futures):
         log.append(("wait", None))
         judged()
-        yield
+        return first_done(futures)
 
     def judged():
         if judging:
