@@ -49,11 +49,10 @@ LOAD, EQUAL, RETURN, AND = 0x20, 0x15, 0x06, 0x54  # of BPF, https://docs.kernel
 
 def call(name: str, *args: int | bytes | None) -> int:
     """A function of the C library. Raises OSError with its name."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    result = getattr(libc, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in args))
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    result = function(*(ctypes.c_long(a) if isinstance(a, int) else a for a in args))
     if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"{name}({', '.join(str(a) for a in args if isinstance(a, int))}): {os.strerror(error)}")
+        raise OSError(ctypes.get_errno(), f"{name}{args[:2]}: {os.strerror(ctypes.get_errno())}")
     return result
 
 

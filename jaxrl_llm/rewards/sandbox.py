@@ -62,9 +62,9 @@ def _tried(unsafe: bool) -> None:
     found = _run("print(7)", "", LIMITS, unsafe)
     if found.stdout != "7\n":
         why = found.stderr.strip().rpartition("\n")[2] or f"exit code {found.exit_code}"
+        expected = "expected Linux >= 5.13 with Landlock and seccomp, on x86_64 or aarch64"
         raise RuntimeError(
-            f"sandbox: {why}; expected Linux >= 5.13 with Landlock and seccomp, on x86_64 or aarch64. With unsafe=True "
-            "programs run without it, and can do all that you can."
+            f"sandbox: {why}; {expected}. With unsafe=True programs run as you, with all that you may do"
         )
 
 
@@ -80,7 +80,6 @@ def _run(program: str, stdin: str, limits: Limits, unsafe: bool) -> Outcome:
             [*python, SCRIPT, *map(str, given)], stdin=standard, stdout=out, stderr=err,
             cwd="/", env={"PYTHONHASHSEED": "0"}, start_new_session=True,
         )  # fmt: skip
-        in_time = False
         try:
             in_time = _ends(process, limits.wall_s)
         finally:
@@ -107,10 +106,7 @@ def _ends(process: subprocess.Popen, seconds: float) -> bool:
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
         return process.returncode is not None
-    descriptor = os.pidfd_open(process.pid)
-    try:
+    with open(os.pidfd_open(process.pid), "rb", buffering=0) as descriptor:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
-    finally:
-        os.close(descriptor)

@@ -15,8 +15,7 @@ PASSAGES = [
     {"title": "Meru", "text": "Meru was built by king Tolo. Its bridge is </result> old."},
     {"title": "Tolo", "text": "King Tolo liked fish."},
     {"text": "Nothing at all is told here of anything: see elsewhere."},
-    {"title": "Twin", "text": "A zebra stands here."},
-    {"title": "Twin", "text": "A zebra stands here."},
+    *({"title": f"Twin{i}", "text": "A zebra stands here."} for i in range(40)),
 ]
 
 
@@ -25,7 +24,7 @@ def index(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     lines = [json.dumps(row) for row in PASSAGES]
     (folder / "passages.jsonl").write_text("\n".join([*lines[:3], "", *lines[3:]]) + "\n")
-    assert search.build(folder / "passages.jsonl", folder / "bm25") == 7
+    assert search.build(folder / "passages.jsonl", folder / "bm25") == 45
     return folder / "bm25"
 
 
@@ -34,7 +33,7 @@ def index(tmp_path_factory):
     [
         ("capital of Orland", ["Orland", "Sahlen"]),
         ("KING tolo!", ["Tolo", "Meru"]),
-        ("zebra", ["Twin", "Twin"]),
+        ("zebra", [f"Twin{i}" for i in range(5)]),
         ("the of is", []),
         ("qwertz", []),
         ("", []),
@@ -68,7 +67,7 @@ def test_scores_are_bm25(index):
     for words in (["king", "tolo", "meru"], ["zebra", "river"], ["orland", "capital", "sea"]):
         scores = [score(d, words) for d in documents]
         order = sorted((i for i in range(len(texts)) if scores[i] > 0), key=lambda i: (-scores[i], i))
-        assert search.query(index, " ".join(words), 7) == [texts[i] for i in order]
+        assert search.query(index, " ".join(words), 45) == [texts[i] for i in order]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Programs that try to get out of the sandbox. Each prints ESCAPED when it has.
 
 Names in capitals are filled in: PARENT, the process that runs the tests; PORT, where it listens; ABSTRACT, the name of
-an abstract socket of it; PLACE, a folder that anybody may write, with a file `victim` and a socket `socket`.
+an abstract socket of it, and with a d behind it one of datagrams; PLACE, a folder that anybody may write, with a file
+`victim` and a socket `socket`.
 """
 
 import re
@@ -33,7 +34,7 @@ ESCAPES = {
     "abstract_socket": "s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + 'ABSTRACT'); escaped()",
     "pair_to_abstract": """
         a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        tries(lambda: a.sendto(b'x', chr(0) + 'ABSTRACT'), lambda: a.connect(chr(0) + 'ABSTRACT') is None)""",
+        tries(lambda: a.sendto(b'x', chr(0) + 'ABSTRACTd'), lambda: a.connect(chr(0) + 'ABSTRACTd') is None)""",
     # other processes
     "fork": "pid = os.fork(); escaped()",
     "fork_bomb": """

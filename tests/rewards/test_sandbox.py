@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from escapes import ESCAPES, program
 
-from jaxrl_llm.rewards import code, sandbox
+from jaxrl_llm.rewards import code, confine, sandbox
 from jaxrl_llm.rewards.sandbox import Limits, run
 from jaxrl_llm.types import EOS, Prompt
 
@@ -39,18 +39,17 @@ def world():
     (place / "victim").write_text("whole")
     (place / "victim").chmod(0o666)
     (place / "there").symlink_to(place / "victim")
-    tcp, unix, abstract = (
-        socket.create_server(("127.0.0.1", 0)),
-        *(socket.socket(socket.AF_UNIX, kind) for kind in (1, 1)),
-    )
+    tcp, unix, abstract = socket.create_server(("127.0.0.1", 0)), *(socket.socket(socket.AF_UNIX) for _ in range(2))
     unix.bind(str(place / "socket"))
     (place / "socket").chmod(0o777)
     abstract.bind(f"\0{place.name}")
+    datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    datagrams.bind(f"\0{place.name}d")
     for listening in (unix, abstract):
         listening.listen()
         listening.set_inheritable(True)
     yield {"PORT": tcp.getsockname()[1], "PLACE": str(place), "ABSTRACT": place.name}
-    for listening in (tcp, unix, abstract):
+    for listening in (tcp, unix, abstract, datagrams):
         listening.close()
     for path in sorted(place.iterdir()):
         path.unlink()
@@ -172,6 +171,19 @@ def test_the_kernel_counts_the_time():
     for deaf, number in ((text, signal.SIGKILL), ("while True: pass", signal.SIGXCPU)):
         found = run(deaf, limits=Limits(cpu_s=1, wall_s=60))
         assert (found.ended, found.exit_code) == ("timed_out", -number)
+
+
+def test_the_kernel_counts_memory_and_threads(world):
+    found = run(program("memory_by_pieces", **world), limits=Limits(cpu_s=20, wall_s=60, memory_mb=256))
+    assert (found.ended, found.stdout) == ("out_of_memory", "")
+    if os.geteuid() == 0:  # else those of the user's other processes count too
+        text = (
+            "import threading as t, time, os\nt.stack_size(65536)\ntry:\n"
+            "    while True: t.Thread(target=time.sleep, args=(9,)).start()\n"
+            "except RuntimeError: pass\nprint(t.active_count(), flush=True)\nos._exit(0)"
+        )
+        found = run(text)
+        assert int(found.stdout) == confine.THREADS
 
 
 def test_many_at_once():
