@@ -41,7 +41,8 @@ def is_function(hint: Any) -> bool:
 def reference(fn: Callable, path: str) -> str:
     """module:name. A module that lies beside an experiment is named by its file: only from there it can be imported."""
     module, name = sys.modules.get(getattr(fn, "__module__", None)), getattr(fn, "__qualname__", "")
-    if getattr(module, name, None) is not fn:
+    found = getattr(module, name, None)
+    if fn not in (found, getattr(found, "fn", None)):  # the latter of a reward that a decorator has wrapped
         raise ValueError(f"{path} is {fn!r}; expected a function with a name of its own in a module")
     file = Path(getattr(module, "__file__", None) or "")
     beside = {Path(m).parent for m in sys.modules if m.endswith(".py")}
