@@ -50,7 +50,20 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in found]
 
 
-COMMANDS = {"train", "sft", "eval", "sample", "import", "export", "serve", "gap", "show", "algorithms", "data prepare"}
+COMMANDS = {
+    "train",
+    "sft",
+    "eval",
+    "sample",
+    "import",
+    "export",
+    "serve",
+    "gap",
+    "show",
+    "algorithms",
+    "data prepare",
+    "curate",
+}
 every_page = pytest.mark.parametrize("page", WRITTEN)
 
 
