@@ -10,6 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "experiments" / "benchmarks"
 LEAST = {
+    "curation": ("2000",),
     "attention": ("--tokens", "2048"),
     "levers": ("--layers", "2", "--prompts", "2", "--group", "2", "--prompt-tokens", "16", "--answer-tokens", "32"),
     "objectives": ("--runs", "1"),

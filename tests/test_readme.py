@@ -53,6 +53,7 @@ def commands(text: str) -> list[list[str]]:
 COMMANDS = {
     *("train", "sft", "eval", "compare", "analyse", "sample", "import", "export", "serve", "gap", "show", "algorithms"),
     "data prepare",
+    "curate",
 }
 every_page = pytest.mark.parametrize("page", WRITTEN)
 

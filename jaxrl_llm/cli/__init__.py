@@ -30,6 +30,7 @@ COMMANDS = {  # with two examples each
     "export": (policies.export, "runs/laptop_dapo policy", "runs/laptop_dapo policy --step 60 --dtype float32"),
     "serve": (policies.serve, "runs/laptop_dapo", "experiments/laptop_dapo.py --port 9000 --metrics-port 9100"),
     "data prepare": (data.prepare, "gsm8k", "problems.jsonl --prompt question --bad skip --root datasets"),
+    "curate": (data.curate, "raw.jsonl --out good.jsonl", "raw.jsonl --out good.jsonl --against math500 --hardest 0.5"),
     "show": (showing.show, "runs/laptop_dapo", "experiments/laptop_dapo.py --algorithm gspo"),
     "algorithms": (showing.algorithms, "", "dapo"),
 }

@@ -1,4 +1,4 @@
-"""The commands that make datasets: data prepare."""
+"""The commands that make datasets: data prepare, curate."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jaxrl_llm.cli.shared import load, use_devices
+from jaxrl_llm.data.curate import Rules
+
+_against = tyro.conf.arg(help="evaluation problems that may not be among them: files, folders, or prepared recipes.")
+RULES, Chosen = Rules(), tyro.conf.OmitArgPrefixes[Rules]
+Against = Annotated[tuple[str, ...], _against]
 From = Annotated[tuple[Path, ...], tyro.conf.arg(name="from", help="a recipe's rows from files or folders of yours.")]
 
 
@@ -57,3 +63,55 @@ def prepare(
     for side, counts in report["rows"].items():
         print(f"{side}: " + ", ".join(f"{n} {reason}" for reason, n in counts.items()))
     print(f"{report['folder']}   licence: {recipe.licence or 'unknown'}   findings: findings.jsonl")
+
+
+def curate(
+    sources: tyro.conf.Positional[tuple[str, ...]], out: Path, rules: Chosen = RULES, against: Against = (),
+    prompt: str = "", answer: str = "", embed: str = "", score: str = "pass_rate", policy: Path | None = None,
+    samples: int = 8, direct: str = "", direct_tokens: int = 16,
+) -> None:  # fmt: skip
+    """Choose problems: no duplicates, leaks or guesses, in a band.
+
+    The rows that are dropped are in OUT.dropped.jsonl, each with its reason.
+
+    Args:
+        sources: JSONL, Parquet or Arrow files, folders of such, or OWNER/NAME of the Hugging Face hub.
+        out: the JSONL file of the rows that are kept.
+        prompt: column of the prompts; problem, question or prompt if left out.
+        answer: column of the answers; answer if left out.
+        embed: module:function from texts to their vectors, by which similar ones are dropped.
+        score: column of a number by which the hardest are chosen, lowest first.
+        policy: a run, whose newest checkpoint answers each problem that is left.
+        samples: its answers to each.
+        direct: text after the prompt that asks for the final answer at once; measures answers without reasoning.
+        direct_tokens: room for such an answer.
+    """
+    from jaxrl_llm.config import values
+    from jaxrl_llm.data import curate as curation
+    from jaxrl_llm.data import prepare, recipes, rows
+
+    if not sources:
+        raise ValueError("sources is (); expected at least one file, folder or OWNER/NAME")
+    recipe, asked = recipes.Recipe(), recipes.Recipe(answer=())
+    recipe = replace(recipe, prompt=(prompt,) if prompt else recipe.prompt, answer=(answer or "answer",))
+    paths = [p for source in sources for part in rows.files(source).values() for p in part]
+    problems = []
+    for name in against:
+        if name in recipes.RECIPES and not Path(name).exists():
+            problems += [(f"{name}: {p.meta['row']}", p.text) for p in recipes.load(name)]
+            continue
+        for path in (p for part in rows.files(name).values() for p in part):
+            found = ((rows.place(path, n), prepare.examine(row, asked, {})) for n, row in rows.read(path))
+            problems += [(place, row["prompt"]) for place, row in found if not isinstance(row, rows.Bad)]
+    rates = None
+    if policy is not None:
+        use_devices(load(policy))
+        from jaxrl_llm.run import passrate
+
+        rates = passrate.measure(policy, samples, direct, direct_tokens)
+    vectors = values.function(embed, None) if embed else None
+    more = {"recipe": recipe, "embed": vectors, "rates": rates, "score": score}
+    counts = curation.curate(paths, out, rules, problems, **more)
+    for reason, n in counts.most_common():
+        print(f"{n:>9} {reason}")
+    print(f"{out}   dropped: {out.with_name(f'{out.stem}.dropped.jsonl')}")

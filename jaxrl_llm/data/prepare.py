@@ -125,7 +125,7 @@ def _examined(
             source = {"source": name, "row": rows.place(Path(path.name), number)}
             result = row if isinstance(row, Bad) else examine(row, recipe, source, check)
             if not isinstance(result, Bad):
-                own, asked = _column(row, recipe.id), _column(row, recipe.prompt)
+                own, asked = column(row, recipe.id), column(row, recipe.prompt)
                 key = result["prompt"], asked if isinstance(asked, list) else ""  # of messages the last is the prompt
                 if own not in (NOTHING, None) and (first := found.before((split, own), number)):
                     result = Bad("duplicate id", f"{own!r}, of {first}")
@@ -143,9 +143,9 @@ def examine(row: Mapping, recipe: Recipe, meta: Mapping, check: Callable | None 
     """The columns of a prepared row, or what is wrong with it. meta: of the row's place; the row's own is added."""
     if recipe.keep is not None and not recipe.keep(row):
         return Bad("not of the dataset")
-    text, messages = read_messages(_column(row, recipe.prompt))
-    values = {"prompt": recipe.text(text), "answer": recipe.gold(_column(row, recipe.answer))}
-    values["response"] = _column(row, recipe.response)
+    text, messages = read_messages(column(row, recipe.prompt))
+    values = {"prompt": recipe.text(text), "answer": recipe.gold(column(row, recipe.answer))}
+    values["response"] = column(row, recipe.response)
     for kind, value in values.items():
         names = getattr(recipe, kind)
         if value is NOTHING and (kind == "prompt" or (kind == "answer" and names)):
@@ -172,7 +172,7 @@ def examine(row: Mapping, recipe: Recipe, meta: Mapping, check: Callable | None 
     return plain | {"meta": json.dumps(others, default=str)}
 
 
-def _column(row: Mapping, paths: tuple[str, ...]) -> Any:
+def column(row: Mapping, paths: tuple[str, ...]) -> Any:
     """What stands at the first of the paths that the row has: a column, a.b inside of one, a+b for two texts."""
     for path in paths:
         parts = [row[path]] if path in row else [_inside(row, part) for part in path.split("+")]
