@@ -516,6 +516,30 @@ def test_a_dataset_is_prepared(tmp_path):
     assert fails("data", "prepare", tmp_path / "gone.jsonl").startswith(f"{tmp_path}/gone.jsonl: no such f")
 
 
+def test_problems_are_chosen_by_what_a_policy_answers(run, tmp_path):
+    out, _ = run
+    lines = [{"prompt": f"{i:02}+1=", "answer": str(i + 1), "kind": "sum"} for i in range(6)]
+    lines += [{"prompt": "a prompt of many characters", "answer": "1"}, lines[0], {"prompt": "07+1=", "answer": "8"}]
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    (tmp_path / "exam.jsonl").write_text('{"question": "07+1="}\n')
+    where = (tmp_path / "raw.jsonl", "--out", tmp_path / "good.jsonl", "--against", tmp_path / "exam.jsonl")
+    policy = ("--policy", out, "--samples", "3", "--direct", "#", "--direct-tokens", "2")
+    found = succeeds("curate", *where, *policy).splitlines()
+    counts = sorted(" ".join(line.split()) for line in found[:-1])
+    assert counts == ["1 evaluation problem", "1 near-duplicate", "1 too long", "6 kept"]
+    kept = [json.loads(line) for line in (tmp_path / "good.jsonl").open()]
+    assert [{k: row[k] for k in ("prompt", "answer", "kind")} for row in kept] == lines[:6]
+    assert all(row["pass_rate"] * 3 in range(4) and row["direct_rate"] * 3 in range(4) for row in kept)
+    first = (tmp_path / "good.jsonl").read_text()
+    succeeds("curate", *where, *policy, "--hardest", "0.5")
+    assert len((tmp_path / "good.jsonl").read_text().splitlines()) == 3
+    succeeds("curate", *where, *policy)
+    assert (tmp_path / "good.jsonl").read_text() == first  # the same answers are drawn again
+    error = fails("curate", *where, *policy, "--pass-rate", "2", "3")
+    assert "rows kept of 9 is 0; expected at least one; dropped: {" in error
+    assert "sources is (); expected at least one" in fails("curate", "--out", tmp_path / "x.jsonl")
+
+
 def test_an_empty_folder_name_is_none_of_a_folder(experiment):
     for command in ("train", "sft"):
         assert fails(command, experiment, "--out", "") == "--out is ''; expected a folder"

@@ -30,6 +30,7 @@ ADDING = re.findall(r"```python\n(# (\S+)\n.*?)```", PAGES["adding.md"], re.DOTA
 OF_A_RUN = {"config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "gap.json", "gap.png", "base.json"}
 OF_A_RUN |= {"tensorboard/", "checkpoints/", "tokenizer/", "base/", "perf/", "runs/"}
 OF_THE_READER = {"my.py", "problems.jsonl", "other.jsonl", "generation_config.json", "tpu_scripts/"}
+OF_THE_READER |= {"report.json", "findings.jsonl", "OUT.dropped.jsonl"}
 OF_THE_READER |= {path for _, path in ADDING}
 
 
@@ -235,7 +236,7 @@ def flags(words: list[str]) -> list[str]:
 def test_commands_name_what_there_is(page, monkeypatch, capsys):
     makefile = (ROOT / "Makefile").read_text()
     for words in commands(WRITTEN[page]):
-        program, what, *rest = words
+        program, what, *rest = [*words[:1], " ".join(words[1:3]), *words[3:]] if words[1] == "data" else words
         if words == ["jaxrl", "--version"]:
             continue  # an option without a command: see below
         if program == "make":

@@ -158,15 +158,6 @@ def script_share(text: str, scripts: Sequence[str]) -> float:
     return own / letters.total() if letters else 1.0
 
 
-def by_rules(text: str, answer: Any, rules: Rules) -> rows.Bad | None:
-    """Why the row is dropped, by what stands in it alone."""
-    share = script_share(text, rules.scripts) if rules.script_share else 1.0
-    if share < rules.script_share:
-        return rows.Bad("language", f"{share:.0%} of its letters are {' or '.join(rules.scripts)}")
-    kind = guessable(text, answer) if rules.guessable else ""
-    return rows.Bad("guessable", kind) if kind else None
-
-
 def curate(
     files: Sequence[Path], out: Path, rules: Rules, evaluations: Iterable[tuple[str, str]] = (), *,
     recipe: Recipe = PLAIN, embed: Callable | None = None, rates: Callable | None = None, score: str = "pass_rate",
@@ -211,22 +202,28 @@ def _alone(files, rules, recipe, near, known, refuse) -> Iterator[tuple[str, dic
     """Place, columns and prompt of the rows that rules, evaluation problems and duplicates leave."""
     for path in files:
         for number, row in rows.read(path):
-            place, bad, text, answer = rows.place(path, number), None, None, None
-            if isinstance(row, rows.Bad):
-                bad = row
-            else:
+            place, prompt, bad = rows.place(path, number), None, row
+            if not isinstance(row, rows.Bad):
                 (text, messages), answer = read_messages(column(row, recipe.prompt)), column(row, recipe.answer)
-                if not is_text(text):
-                    bad = rows.Bad("prompt is not text", f"there are {', '.join(row)}")
-            bad = bad or by_rules(text, answer, rules)
-            if bad is None and (name := known.leak(text)):
-                bad = rows.Bad("evaluation problem", name)
-            if bad is None and rules.near and (name := near.first(place, text, answer)):
-                bad = rows.Bad("near-duplicate", name)
-            if bad is not None:
-                refuse(place, bad)
+                prompt = Prompt(number, text, answer, dict(row), messages=messages)
+                bad = _fault(place, prompt, rules, near, known)
+            if bad is None:
+                yield place, row, prompt
             else:
-                yield place, row, Prompt(number, text, recipe.gold(answer), messages=messages)
+                refuse(place, bad)
+
+
+def _fault(place: str, p: Prompt, rules: Rules, near: NearDuplicates, known: Evaluations) -> rows.Bad | None:
+    if not is_text(p.text):
+        return rows.Bad("prompt is not text", f"there are {', '.join(p.meta)}")
+    if rules.script_share and (share := script_share(p.text, rules.scripts)) < rules.script_share:
+        return rows.Bad("language", f"{share:.0%} of its letters are {' or '.join(rules.scripts)}")
+    if rules.guessable and (kind := guessable(p.text, p.answer)):
+        return rows.Bad("guessable", kind)
+    if name := known.leak(p.text):
+        return rows.Bad("evaluation problem", name)
+    name = near.first(place, p.text, p.answer) if rules.near else ""
+    return rows.Bad("near-duplicate", name) if name else None
 
 
 def _together(part: list[tuple[str, dict, Prompt]], rules: Rules, meaning: Embedded | None, rates: Callable | None):

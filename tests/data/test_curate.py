@@ -197,9 +197,7 @@ def test_nothing_kept_is_an_error_and_leaves_what_was_there(tmp_path):
     before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
     proof = write(tmp_path / "p.jsonl", [{"prompt": "Prove that 1 > 0."}])
     with pytest.raises(ValueError, match="rows kept of 1 is 0; expected at least one; dropped: {'guessable': 1"):
-        curate.curate(
-            [write(tmp_path / "p.jsonl", [{"prompt": "Prove that 1 > 0."}])], tmp_path / "good.jsonl", Rules()
-        )
+        curate.curate([proof], tmp_path / "good.jsonl", Rules())
     (tmp_path / "p.jsonl").unlink()
     assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == before
 
