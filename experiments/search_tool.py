@@ -15,12 +15,12 @@ from jaxrl_llm.environments import lookup, research
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.types import Optimizer
 
-HABITS = {"search": 0.2, "misspell": 0.2, "guess": 0.6}
+HABITS = {"clean": 0.2, "misspell": 0.2, "no_reasoning": 0.6}
 
 CONFIG = replace(
     BASE,
     task=lookup.task,
-    prime=Prime((Stage(batches=300, mixture={"search": 1.0}), Stage(batches=60, mixture=HABITS)), task=lookup.task),
+    prime=Prime((Stage(batches=300, mixture={"clean": 1.0}), Stage(batches=60, mixture=HABITS)), task=lookup.task),
     algorithm=replace(ALGORITHMS["grpo"], kl=None, kl_coef=0.0),
     optimizer=Optimizer(lr=2e-5, warmup=5),
     rollout=replace(BASE.rollout, max_prompt_tokens=32, max_response_tokens=192, stop=research.STOPS),

@@ -20,14 +20,14 @@ from jaxrl_llm.data.tasks import held_out
 from jaxrl_llm.environments import research, search
 from jaxrl_llm.types import STOP, Prompt, Task, expect
 
-BEHAVIOURS = ("search", "misspell", "guess")
+BEHAVIOURS = ("clean", "misspell", "no_reasoning")
 
 
 def task(words: int = 600, turns: int = 2, seed: int = 0, tool: bool = True) -> Task:
     """Questions for the worth of `words` made-up words, two digits each; an eighth of them is never asked in training.
 
     tool: without it nothing answers a search, and only guessing is left. Rewards are those of ReSearch. Traces search
-    for the word, or misspell it and guess, or guess at once. The index is kept on disk: see `datasets.cache_folder`.
+    for the word (clean), misspell it and guess, or guess at once (no_reasoning). The index lies in the project's cache.
     """
     expect(16 <= words <= 2000, "words", words, "a whole number from 16 to 2000")
     rng = np.random.default_rng(seed)
@@ -63,11 +63,11 @@ def _trace(step: partial, prompt: Prompt, behaviour: str, seed: int) -> str | tu
     expect(behaviour in BEHAVIOURS, "behaviour", behaviour, f"one of {BEHAVIOURS}")
     rng, word = np.random.default_rng([seed, prompt.id]), prompt.meta["word"]
     guess = f"<answer>{rng.integers(10, 100)}</answer>"
-    if behaviour == "guess":
+    if behaviour == "no_reasoning":
         return f"<think></think>{guess}"
     if behaviour == "misspell":
         place = int(rng.integers(len(word)))
         others = "aeiou" if word[place] in "aeiou" else "bdfgklmnprstvz"
         word = word[:place] + rng.choice([c for c in others if c != word[place]]) + word[place + 1 :]
     asked = f"<think></think><search>{word}</search>"
-    return asked, step(prompt, asked, STOP), f"<answer>{prompt.answer}</answer>" if behaviour == "search" else guess
+    return asked, step(prompt, asked, STOP), f"<answer>{prompt.answer}</answer>" if behaviour == "clean" else guess

@@ -1,5 +1,6 @@
 """Full-text search in passages of this disk: BM25, without a model and without a server."""
 
+import atexit
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from jaxrl_llm.types import expect
 
 READING = Lock()
+atexit.register(lambda: _opened.cache_clear())  # an index that is closed later finds half of Python gone
 
 
 def _bm25s() -> Any:
