@@ -2,8 +2,8 @@ r"""Verdicts of rewards.answers: false ones, and what hostile answers cost when 
 
 Without --data: answers of known verdict, of which a share is hostile (they would take for ever, all memory, or the
 process), are scored in workers; the same is done without the hostile ones. Printed are both times, their bound, which
-is the time without + hostile × cpu_s / workers + 1 s, the outcomes, the verdicts that changed (none should), and the
-memory of the workers' zygote and of this process before and after.
+is the time without + hostile × cpu_s / workers + 1 s, both also as CPU time, the outcomes, the verdicts that changed
+(none should), and the memory of the workers' zygote and of this process before and after.
 
 With --data, a folder of *.jsonl with "answer": each file's golds against themselves, against rewritings of themselves
 (false rejects) and against golds of other problems that are not equal to them as text (accepted).
@@ -47,6 +47,7 @@ HOSTILE = [  # what stands in the box; the gold is x^2+\sqrt{2}, or what the sec
     *(r"\cos(9^{9^{9}})+x", r"\lfloor 9^{9^{9^{9}}}/7 \rfloor",),
     *(r"\gcd(9^{9^{9}},6^{6^{6^6}})", r"\zeta(9^{9^9})+\Gamma(9^{9^9})",),
 ]  # fmt: skip
+GROUP = 8  # answers to a prompt, one after the other
 GOLD = r"x^2+\sqrt{2}"
 FORMS = [  # gold, a right answer and a wrong one, of two whole numbers
     ("{a}", "{a}", "{b}"),
@@ -93,11 +94,12 @@ WRONG = {
 
 
 def problems(n: int, hostile: float, seed: int = 0) -> list[tuple[Prompt, str, bool | None]]:
-    """Prompts with answers: right, wrong or (None) hostile."""
+    """Prompts with groups of answers: right, wrong or (None) hostile."""
     rng, out = random.Random(seed), []
     for i in range(n):
-        a, b = rng.randint(3, 9), rng.randint(11, 18)
-        gold, right, wrong = (form.format(a=a, b=b) for form in FORMS[i % len(FORMS)])
+        if i % GROUP == 0:
+            a, b = rng.randint(3, 9), rng.randint(11, 999)
+            gold, right, wrong = (form.format(a=a, b=b) for form in FORMS[i // GROUP % len(FORMS)])
         good = rng.random() < 0.5
         out.append((Prompt(i, "", gold), rf"So it is \boxed{{{right if good else wrong}}}.", good))
     for k, i in enumerate(rng.sample(range(n), round(n * hostile))):
@@ -114,6 +116,13 @@ def score(asked: list[tuple[Prompt, str, bool | None]], reward: workers.Isolated
 def resident(pid: int | str = "self") -> float:
     """MB."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
+def cpu_seconds(zygote: int) -> float:
+    """Of it, its workers and those that have ended."""
+    children = Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in (zygote, *children)]
+    return sum(int(t) for stat in stats for t in stat[11:15]) / os.sysconf("SC_CLK_TCK")
 
 
 def burn() -> None:
@@ -134,9 +143,11 @@ def hostile_table(n: int, share: float, burners: int, cpu_s: float, size: int) -
         process.start()
     zygote = workers._pool(size, os.getpid())._zygote.pid
     try:
+        begun = cpu_seconds(zygote)
         without, free_s = score(plain, reward)
-        before = resident(), resident(zygote)
+        before, middle = (resident(), resident(zygote)), cpu_seconds(zygote)
         out, taken = score(mixed, reward)
+        cpu_free, cpu = middle - begun, cpu_seconds(zygote) - middle
     finally:
         for process in others:
             process.terminate()
@@ -146,8 +157,10 @@ def hostile_table(n: int, share: float, burners: int, cpu_s: float, size: int) -
     hostile = [r for r, p in zip(out, mixed, strict=True) if p[2] is None]
     bound = free_s + len(hostile) * cpu_s / size + 1.0
     print(f"{n} answers, {len(hostile)} hostile, {size} workers, {cpu_s} s of CPU an answer, {burners} burners")
-    print(f"without the hostile ones  {free_s:8.2f} s   {1e3 * free_s / max(len(plain), 1):6.2f} ms an answer")
-    print(f"with them                 {taken:8.2f} s   bound {bound:.2f} s")
+    each = 1e3 * cpu_free / len(plain)
+    print(f"without the hostile ones {free_s:8.2f} s   {cpu_free:8.2f} s of CPU, {each:.2f} ms an answer")
+    print(f"with them                {taken:8.2f} s   {cpu:8.2f} s of CPU")
+    print(f"bound                    {bound:8.2f} s   {cpu_free + len(hostile) * cpu_s + size:8.2f} s of CPU")
     print(f"verdicts: {wrong} false, {changed} changed, {sum(r.value != 0 for r in hostile)} hostile ones rewarded")
     print("hostile outcomes:", dict(Counter(r.outcome for r in hostile)))
     after = resident(), resident(zygote)

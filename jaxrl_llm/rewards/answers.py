@@ -13,7 +13,7 @@ import itertools
 import logging
 import re
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from jaxrl_llm.rewards.extraction import FORMS, extract
@@ -56,7 +56,8 @@ def check_gold(answer: Any) -> None:
         expect(plain(gold), "answer", gold, "an answer")
         expect(len(gold) <= MAX_LENGTH, "answer", f"{gold[:40]}…", f"at most {MAX_LENGTH} characters")
         text = plain(gold)
-        sound = _number(text) is not None or _DOTS.search(text) or _verify(text, text, 6)
+        closed = text.count("{") == text.count("}")
+        sound = closed and (_number(text) is not None or _DOTS.search(text) or _verify(text, text, 6))
         expect(sound, "answer", gold, "an answer that math-verify parses and finds equal to itself")
 
 
@@ -102,7 +103,7 @@ def equal(gold: str, answer: str, percent: bool = True, rounding: int = 6, evalu
     of, last = _number(_assigned(gold, True)), _assigned(answer)
     if of is not None and (number := _number(last)) is not None:
         return _close(of, number, "." in gold + last, rounding)
-    one, two = _base(gold), _base(answer)
+    one, two = _base(_assigned(gold, True)), _base(last)
     if one or two:  # math-verify would drop the bases; an answer may leave its base out
         return one == two if one and two else one[0] == answer if one else two == (gold, 10)
     return not _refused(gold, answer, evaluated) and _verify(gold, answer, rounding)
@@ -129,6 +130,9 @@ _BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"
 
 def _refused(gold: str, answer: str, evaluated: bool) -> bool:
     """What math-verify would accept and is wrong."""
+    listed = [p.strip() for p in answer.strip("\\{}() ").split(",")]
+    if "(" not in answer and len(set(listed)) < len(listed) != gold.count(",") + 1:  # 7, 7 would be the set of 7
+        return True
     brackets = [s[:2] == "\\{" for s in (gold, answer)]
     if brackets[0] != brackets[1] and "," in gold and "," in answer:
         other = answer if brackets[0] else gold
@@ -183,6 +187,7 @@ _REWRITES = [(re.compile(old), new) for old, new in [
     (r"\\(?:textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|rm)(?=\s*\{)", r"\\text"),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"(?<=\d)\{,\}(?=\d)", ","),
+    (r"\s+(?=[,;])", ""),
     (r"\\(?:varnothing|O)(?![a-zA-Z])|\\text\s*\{\s*(?:the )?empty set\s*\}", r"\\emptyset "),
     (r"\\frac\s*(\\[a-zA-Z]+)\s*(\d)", r"\\frac{\1}{\2}"),
     (r"(?<=\d)i(?![a-zA-Z])", " i"),
@@ -205,7 +210,12 @@ def plain(text: str) -> str:
         text = re.sub(r"(?:\\[,;: ]|\\q?quad|[\s.,;:])+$", "", text) if not text.endswith("...") else text
         for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
             inner = text[len(left) : -len(right)]
-            if len(text) > len(left + right) and text.startswith(left) and text.endswith(right) and left not in inner:
+            if (
+                len(text) > len(left + right)
+                and text.startswith(left)
+                and text.endswith(right)
+                and left not in inner.replace(r"\$", "")
+            ):
                 text = inner.strip()
     return text.replace("$", "") if len(re.findall(r"(?<!\\)\$", text)) % 2 == 0 and "\\$" not in text else text
 
@@ -281,32 +291,37 @@ def _unit(text: str) -> tuple[str, str | None]:
 # --- math-verify ----------------------------------------------------------------------------------------------------
 
 
-@lru_cache(4096)
-def _parsed(text: str) -> list:
-    """What math-verify reads, [] for nothing. Its own timeouts are off: they would count wall time, by SIGALRM."""
+@cache
+def _library() -> tuple:
+    """Parser, verifier and what their timeouts raise; those are off: they would count wall time, and by SIGALRM."""
     try:
         from latex2sympy2_extended import NormalizationConfig
-        from math_verify import LatexExtractionConfig, parse
+        from math_verify import LatexExtractionConfig, parse, verify
+        from math_verify.errors import TimeoutException
     except ImportError as error:
         raise ImportError(f"rewards.answers: {error}; expected pip install 'jaxrl_llm[data]'") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its timeouts are off
     normal = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
     config = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)
-    return parse(rf"\boxed{{{text}}}", [config], parsing_timeout=None, extraction_mode="first_match")
+    read = partial(parse, extraction_config=[config], parsing_timeout=None, extraction_mode="first_match")
+    return read, partial(verify, timeout_seconds=None, allow_set_relation_comp=True), TimeoutException
+
+
+@lru_cache(4096)
+def _parsed(text: str) -> list:
+    """What math-verify reads, [] for nothing."""
+    return _library()[0](rf"\boxed{{{text}}}")
 
 
 def _verify(gold: str, answer: str, rounding: int) -> bool:
-    from math_verify import verify
-    from math_verify.errors import TimeoutException
-
+    _, verify, timeout = _library()
     try:
-        one, two = _parsed(gold), _parsed(answer) if gold != answer else _parsed(gold)
-        if not verify(one, two, float_rounding=rounding, timeout_seconds=None, allow_set_relation_comp=True):
-            return False
-        return "%" in gold + answer or _same_size(one[0], two[0], rounding)
+        one, two = _parsed(gold), _parsed(answer)
+        equal = verify(one, two, float_rounding=rounding)
+        return equal and ("%" in gold + answer or _same_size(one[0], two[0], rounding))
     except MemoryError:
         raise
-    except (Exception, TimeoutException):
+    except (Exception, timeout):
         return False
 
 

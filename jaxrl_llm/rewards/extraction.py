@@ -37,7 +37,7 @@ def extract(text: str, forms: tuple[str, ...] = FORMS, last: bool = False) -> st
 
 def _boxed(text: str) -> tuple[int, str]:
     end, contents, first = len(text), [], -1
-    while (start := max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))) >= 0:
+    while len(contents) < 20 and (start := max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))) >= 0:
         body, after = _body(text, start)
         if body is None or (contents and not _NEXT.fullmatch(text, after, end)):
             break

@@ -54,7 +54,7 @@ class Isolated:
     workers: int = 0
 
     def __post_init__(self):
-        _check(self, {"cpu_s": 0, "memory_mb": 0, "wall_s": self.cpu_s, "workers": -1})
+        _check(self, {"cpu_s": 0, "memory_mb": 0, "wall_s": 0, "workers": -1})
 
     def submit(self, *args: Any) -> Future:
         """Raises ValueError when a worker could not import the function."""
