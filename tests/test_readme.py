@@ -27,7 +27,17 @@ ADDING = re.findall(r"```python\n(# (\S+)\n.*?)```", PAGES["adding.md"], re.DOTA
 
 # What a run writes (perf/ in its metrics), what the reader writes, and what the first launch script makes: none of it
 # is in the repository.
-OF_A_RUN = {"config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "gap.json", "gap.png", "base.json", "analysis.json", "analysis.png"}
+OF_A_RUN = {
+    "config.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "curves.png",
+    "gap.json",
+    "gap.png",
+    "base.json",
+    "analysis.json",
+    "analysis.png",
+}
 OF_A_RUN |= {"tensorboard/", "checkpoints/", "tokenizer/", "base/", "perf/", "runs/"}
 OF_THE_READER = {"my.py", "problems.jsonl", "other.jsonl", "generation_config.json", "good.jsonl", "tpu_scripts/"}
 OF_THE_READER |= {"report.json", "findings.jsonl", "OUT.dropped.jsonl"}

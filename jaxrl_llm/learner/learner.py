@@ -124,7 +124,8 @@ def shaped_rewards(
 
         R = reward (or the verifier's value) + Σ weight·term
 
-    Before them the verifier's rewards, which have got each term as a part, without its weight. step: of the run, the
+    Before them the verifier's rewards, which have got as parts `reward`, if there is one, and each term, without its
+    weight. step: of the run, the
     critic's pre-training included. Raises ValueError for a number that is not finite.
     """
     a, shaping = config.algorithm, config.algorithm.shaping
@@ -137,8 +138,9 @@ def shaped_rewards(
     max_len = {"max_len": config.rollout.max_response_tokens}
     if shaping.reward is not None:
         values = np.asarray(call(shaping.reward, have | max_len), np.float32)
+        _expect_finite("algorithm.shaping.reward", values, answers)
     pretrain = 0 if a.critic is None else a.critic.pretrain
-    parts: list[dict[str, float]] = [{} for _ in rewards]
+    parts = [{} if shaping.reward is None else {"reward": v} for v in values.tolist()]
     for name, term in shaping.terms.items():
         if term.of_answer:
             prompts = [p for p in answers.prompts for _ in range(answers.group_size)]

@@ -349,6 +349,8 @@ def test_l1_asks_for_a_length_and_judges_by_it():
     assert made.task.test[0].meta["n_gold"] == 3
     answers = replace(rollouts_of([2, 5, 3, 3]), prompts=made.task.train[:2])
     np.testing.assert_allclose(rewards_of(a, answers, (1, 1, 0, 1)), [0.9, 0.8, 0, 1], rtol=1e-6)
+    rewards, values = learner.shaped_rewards(replace(CONFIG, algorithm=a), answers, [Reward(1.0, True)] * 4, 0)
+    assert [r.parts for r in rewards] == [{"reward": v} for v in values.tolist()]
 
 
 def test_nan_in_a_shaped_reward_names_the_prompt():
