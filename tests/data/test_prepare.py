@@ -143,6 +143,12 @@ def test_a_test_problem_is_not_trained_on(tmp_path):
         made(tmp_path, files=files)
 
 
+def test_each_split_may_count_its_ids_from_the_same_number(tmp_path):
+    lines = lambda start: [row | {"id": i} for i, row in enumerate(numbered(3, start))]
+    files = {s: [write(tmp_path / f"{s}.jsonl", lines(k))] for s, k in (("test", 0), ("train", 10))}
+    assert made(tmp_path, files=files)["rows"] == {"test": {"kept": 3}, "train": {"kept": 3}}
+
+
 def test_rows_that_are_not_utf8_in_a_parquet_file(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = pa.array([b"a", b"b\xff", b"c"]).view(pa.binary()).cast(pa.binary()).view(pa.string())

@@ -280,8 +280,8 @@ def test_a_source_that_is_not_there(monkeypatch, tmp_path):
         hf.model("./no/such")
     asked = {}
 
-    def snapshot(repo, revision, allow_patterns):
-        asked.update(repo=repo, revision=revision, patterns=allow_patterns)
+    def snapshot(repo, revision, allow_patterns, repo_type):
+        asked.update(repo=repo, revision=revision, patterns=allow_patterns, kind=repo_type)
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
@@ -290,7 +290,7 @@ def test_a_source_that_is_not_there(monkeypatch, tmp_path):
     ):
         hf.check("a/b@v1", FAMILIES["llama"])
     assert asked["repo"] == "a/b"
-    assert asked["revision"] == "v1"
+    assert (asked["revision"], asked["kind"]) == ("v1", "model")
     assert "config.json" in asked["patterns"]
     assert not any("bin" in p or p == "*" for p in asked["patterns"])
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
