@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.datasets import Subset
-from jaxrl_llm.types import Prompt, Reward, Task, expect
+from jaxrl_llm.types import Prompt, Task, expect
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,23 @@ class Mixed(Sequence):
 
 @dataclass(frozen=True)
 class Routed:
-    """The reward of a mixture: that of the prompt's own task, which may compute it in other processes."""
+    """The reward, or the step, of a mixture: that of the prompt's own task, which may compute it in other processes."""
 
-    rewards: Mapping[str, Callable]
+    of: Mapping[str, Callable]
 
-    def __call__(self, prompt: Prompt, text: str, finish: str) -> Reward:
-        return self.rewards[prompt.meta["task"]](prompt, text, finish)
+    def __call__(self, prompt: Prompt, text: str, finish: str) -> Any:
+        return self.of[prompt.meta["task"]](prompt, text, finish)
 
     def submit(self, prompt: Prompt, text: str, finish: str) -> Future:
-        """The same, as a future: of a task whose reward cannot be submitted it is computed in one thread."""
-        reward = self.rewards[prompt.meta["task"]]
-        return getattr(reward, "submit", partial(self._thread.submit, reward))(prompt, text, finish)
-
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "rewards")
+        """The same, as a future: of a function that has no `submit` it is computed now."""
+        fn, out = self.of[prompt.meta["task"]], Future()
+        if hasattr(fn, "submit"):
+            return fn.submit(prompt, text, finish)
+        try:
+            out.set_result(fn(prompt, text, finish))
+        except (Exception, SystemExit) as error:  # raised where the value is asked for
+            out.set_exception(error)
+        return out
 
 
 def mixture(tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, float] | None = None) -> Task:
@@ -82,8 +84,13 @@ def mixture(tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, float
     traced = first.trace and all(t.trace and t.behaviours == first.behaviours for t in others)
     trace = partial(_trace, {n: t.trace for n, t in made.items()}) if traced else None
     reward = Routed({n: t.reward for n, t in made.items()})
-    return Task(train, Subset(test, order), reward, trace, first.behaviours if traced else ())
+    step = Routed({n: t.step or _silent for n, t in made.items()}) if any(t.step for t in made.values()) else None
+    return Task(train, Subset(test, order), reward, trace, first.behaviours if traced else (), step)
 
 
-def _trace(traces: Mapping[str, Callable], prompt: Prompt, behaviour: str, seed: int) -> str:
+def _silent(prompt: Prompt, text: str, finish: str) -> None:
+    return None
+
+
+def _trace(traces: Mapping[str, Callable], prompt: Prompt, behaviour: str, seed: int) -> Any:
     return traces[prompt.meta["task"]](prompt, behaviour, seed)

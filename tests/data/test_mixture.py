@@ -250,3 +250,23 @@ def test_without_weights_all_prompts_count_the_same():
 def test_wrong_weights_are_named(weights, message):
     with pytest.raises(ValueError, match=message):
         mixed(weights)
+
+
+def test_each_prompt_has_the_step_and_the_reward_of_its_own_task():
+    """One task says something, the other nothing; an error of a verifier stays in the future it belongs to."""
+
+    def broken(prompt, text, finish):
+        raise KeyError("the grader is down")
+
+    side = tuple(Prompt(i, str(i)) for i in range(8))
+    talks = Task(side, side, lambda p, t, f: Reward(1.0, True), step=lambda p, t, f: f"heard {t}")
+    quiet = Task(side, side, broken)
+    both = mixture({"talks": lambda: talks, "quiet": lambda: quiet})
+    of = {name: next(p for p in both.train if p.meta["task"] == name) for name in ("talks", "quiet")}
+    assert both.step(of["talks"], "x", "stop") == both.step.submit(of["talks"], "x", "stop").result() == "heard x"
+    assert both.step(of["quiet"], "x", "stop") is None
+    assert both.reward.submit(of["talks"], "x", "eos").result().correct
+    failed = both.reward.submit(of["quiet"], "x", "eos")
+    with pytest.raises(KeyError, match="the grader is down"):
+        failed.result()
+    assert mixture({"quiet": lambda: quiet}).step is None
