@@ -106,6 +106,9 @@ def equal(gold: str, answer: str, percent: bool = True, rounding: int = 6, evalu
     one, two = _base(_assigned(gold, True)), _base(last)
     if one or two:  # math-verify would drop the bases; an answer may leave its base out
         return one == two if one and two else one[0] == answer if one else two == (gold, 10)
+    letters = set(_LETTER.findall(gold))
+    if letters & {c.upper() for c in letters if c.islower()}:  # math-verify takes N for n
+        gold, answer = (_LETTER.sub(lambda m: m[0] if m[0].islower() else f"{m[0]}_{{0}}", s) for s in (gold, answer))
     return not _refused(gold, answer, evaluated) and _verify(gold, answer, rounding)
 
 
@@ -125,6 +128,7 @@ _DOTS = re.compile(r"\\[lc]?dots[cbmio]?(?![a-zA-Z])|\.\.\.|…")
 _BASE = re.compile(
     r"\(?\{?(?:\\text\s*\{)?(\d\w*)\}?\)?\s*_\s*\{?\s*(?:\\text\s*\{)?\s*(?:base\s*)?(\d{1,3}|[a-z]+)\s*\}*"
 )
+_LETTER = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z_])")
 _BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
@@ -147,41 +151,25 @@ def _refused(gold: str, answer: str, evaluated: bool) -> bool:
 
 def _base(text: str) -> tuple[str, int] | None:
     """The digits and the base of 4343_6."""
-    found = _BASE.fullmatch(text)
-    base = found and (
-        _BASES.index(found[2]) + 2 if found[2] in _BASES else int(found[2]) if found[2].isdecimal() else 0
-    )
-    return (found[1].upper(), base) if base else None
+    if found := _BASE.fullmatch(text):
+        name = found[2]
+        base = int(name) if name.isdecimal() else _BASES.index(name) + 2 if name in _BASES else 0
+        return (found[1].upper(), base) if base else None
+    return None
 
 
 def _one_group(text: str) -> bool:
     """Whether the first bracket is closed by the last character and no earlier."""
-    depths = list(itertools.accumulate((c in "([") - (c in ")]") for c in text))
-    return 0 not in depths[:-1]
+    return 0 not in list(itertools.accumulate((c in "([") - (c in ")]") for c in text))[:-1]
 
 
 # --- as it is written -----------------------------------------------------------------------------------------------
 
 _SIGNS = {
-    "−": "-",
-    "–": "-",
-    "×": r"\times ",
-    "·": r"\cdot ",
-    "π": r"\pi ",
-    "∞": r"\infty ",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-}
-_SIGNS |= {
-    "≠": r"\ne ",
-    "±": r"\pm ",
-    "°": r"^\circ ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∅": r"\emptyset ",
-    "½": r"\frac12 ",
-}
-_SIGNS |= {"²": "^2", "³": "^3", "√": r"\sqrt ", "÷": r"\div ", "∈": r"\in ", "\u00a0": " ", "\u202f": " ", "％": "%"}
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
+    "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ",
+    "∈": r"\in ", "½": r"\frac12 ", "²": "^2", "³": "^3", "√": r"\sqrt ", "\u00a0": " ", "\u202f": " ", "％": "%",
+}  # fmt: skip
 _REWRITES = [(re.compile(old), new) for old, new in [
     (r"\\(?:left|right|displaystyle|[Bb]igg?[lr]?)(?![a-zA-Z])|\\!\s*", ""),
     (r"\\(?:textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|rm)(?=\s*\{)", r"\\text"),
@@ -209,13 +197,8 @@ def plain(text: str) -> str:
         before = text = text.strip()
         text = re.sub(r"(?:\\[,;: ]|\\q?quad|[\s.,;:])+$", "", text) if not text.endswith("...") else text
         for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-            inner = text[len(left) : -len(right)]
-            if (
-                len(text) > len(left + right)
-                and text.startswith(left)
-                and text.endswith(right)
-                and left not in inner.replace(r"\$", "")
-            ):
+            inner = text.removeprefix(left).removesuffix(right)
+            if len(inner) == len(text) - len(left + right) and left not in inner.replace(r"\$", ""):
                 text = inner.strip()
     return text.replace("$", "") if len(re.findall(r"(?<!\\)\$", text)) % 2 == 0 and "\\$" not in text else text
 
@@ -245,8 +228,8 @@ _NUMBER = re.compile(
 
 def _number(text: str) -> Fraction | None:
     r"""The value of -3, 1,000.5, 3/4, \frac34, 2\frac{1}{3} or 6.02\times 10^{23}; None for anything else."""
-    found = _NUMBER.fullmatch(re.sub(r"^([-+]?)10\s*\^", r"\g<1>1\\times 10^", text))
-    if found is None or len(text) > 400 or not re.search(r"\d", text):
+    found = len(text) <= 400 and _NUMBER.fullmatch(re.sub(r"^([-+]?)10\s*\^", r"\g<1>1\\times 10^", text))
+    if not found or not re.search(r"\d", text):
         return None
     sign, whole, n, n1, d, d1, decimal, over, power, power1 = found.groups()
     if d or d1:

@@ -190,6 +190,18 @@ REWRITINGS = {
         (r"\$16386.17", r"\$16,386.17", "16386.170", "16,386.17 dollars"),
         ("16386.16", "16386", "16386.2"),
     ),
+    "N=n": (
+        ("N = n", "n"),
+        ("N=n+1", "N=2n"),
+    ),
+    "7": (
+        ("7",),
+        ("7, 7", "7, 7, 7"),
+    ),
+    r"\$18.90": (
+        (r"$\$18.90$", "18.9", "18.90 dollars", "x = 18.90"),
+        ("18.95", "18.90 euros"),
+    ),
 }  # fmt: skip
 CASES = [(gold, a, i == 0) for gold, both in REWRITINGS.items() for i, answers in enumerate(both) for a in answers]
 FALSE_REJECTS = {(r"1\le x<2", r"2>x\geq 1")}  # known: math-verify reads no chain that falls
