@@ -100,6 +100,8 @@ def made(config: Config) -> tuple[Tokenizer, Task]:
     expect(tokenizer.size <= size, "model.vocab_size", size, f"at least {tokenizer.size} (tokenizer)")
     task = fitting.open_task(config.task, config.algorithm.prompts.template)
     _validate_call(task.reward, "task().reward", Prompt(0, ""), "", EOS)
+    if hasattr(task.reward, "ready"):  # of functions that other processes have to import
+        task.reward.ready()
     if task.step is not None:
         _validate_call(task.step, "task().step", Prompt(0, ""), "", EOS)
         replay = "algorithm.updates.routing_replay", config.algorithm.updates.routing_replay

@@ -53,6 +53,11 @@ class Routed:
     def __call__(self, prompt: Prompt, text: str, finish: str) -> Any:
         return self.of[prompt.meta["task"]](prompt, text, finish)
 
+    def ready(self) -> None:
+        """Raises ValueError for a function that other processes cannot import."""
+        for fn in self.of.values():
+            getattr(fn, "ready", lambda: None)()
+
     def submit(self, prompt: Prompt, text: str, finish: str) -> Future:
         """The same, as a future: of a function that has no `submit` it is computed now."""
         fn, out = self.of[prompt.meta["task"]], Future()

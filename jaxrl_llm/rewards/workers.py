@@ -34,6 +34,7 @@ from typing import Any
 from jaxrl_llm.rewards import zygote
 from jaxrl_llm.types import Reward, expect
 
+ONLY_IMPORT = b""  # in place of an item's arguments
 RETRIES = 2  # of what was running when its zygote died
 SILENT_S = 120.0  # a zygote that has not answered for so long, imports included, is stuck
 START_S = 2 * SILENT_S  # and so is a worker that has not begun
@@ -58,11 +59,22 @@ class Isolated:
 
     def submit(self, *args: Any) -> Future:
         """Raises ValueError when a worker could not import the function."""
-        item = _Item(zygote.dumps(self.fn), zygote.dumps(args), (self.cpu_s, self.memory_mb), self.wall_s)
+        return self._submit(zygote.dumps(args))
+
+    def _submit(self, args: bytes) -> Future:
+        item = _Item(zygote.dumps(self.fn), args, (self.cpu_s, self.memory_mb), self.wall_s)
         return _pool(self.workers or cores(), os.getpid()).submit(item)
 
     def __call__(self, *args: Any) -> Any:
         return self.submit(*args).result()
+
+    def ready(self) -> None:
+        """Raises ValueError, in one line, unless workers have imported the function: before anything depends on it."""
+        try:
+            self._submit(ONLY_IMPORT).result()
+        except RuntimeError as error:
+            name = getattr(self.fn, "func", self.fn).__qualname__  # of a partial too
+            raise ValueError(f"reward {name}: {str(error).strip().splitlines()[-1]}") from error
 
 
 @dataclass(frozen=True)
@@ -223,8 +235,18 @@ class _Pool:
         item.number = fn.number
         if fn.error:
             item.future.set_exception(RuntimeError(fn.error))
+        elif fn.ready:
+            self._enqueue([item])
         else:
-            (self._queue if fn.ready else fn.waiting).append(item)
+            fn.waiting.append(item)
+
+    def _enqueue(self, items: list[_Item]) -> None:
+        """Items of a function that is imported."""
+        for item in items:
+            if item.args == ONLY_IMPORT:
+                item.future.set_result(None)
+            else:
+                self._queue.append(item)
 
     def _dispatch(self) -> None:
         """Items to idle workers. One under which a zygote has died runs alone: whom it kills then is not in doubt."""
@@ -380,7 +402,7 @@ class _Pool:
             self._refuse(fn, f"workers cannot import the function:\n{error}")
         elif not fn.ready:
             fn.ready, self._loaded = True, self._loaded + 1
-            self._queue.extend(fn.waiting)
+            self._enqueue(fn.waiting)
             for worker in [w for w in self._workers.values() if w.item is None]:
                 self._reap(worker)  # it was forked before the function came
         fn.waiting.clear()

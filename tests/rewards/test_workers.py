@@ -243,3 +243,20 @@ def test_threads_wait_side_by_side():
     assert time.monotonic() - start < 1.0
     with pytest.raises(ValueError, match="workers is 0"):
         threaded(functions.sleep, workers=0)
+
+
+def test_whether_workers_can_import_a_function_is_known_before_it_is_needed(tmp_path):
+    run.ready()
+    file = tmp_path / "lacking.py"
+    file.write_text("import no_such_package\n\ndef reward(prompt, text, finish):\n    pass\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(sys.modules, "no_such_package", sys)
+            import lacking
+        missing = "reward .*: ModuleNotFoundError: No module named 'no_such_package'"
+        with pytest.raises(ValueError, match=missing) as caught:
+            isolated(lacking.reward).ready()
+        assert "\n" not in str(caught.value)
+    finally:
+        sys.path.remove(str(tmp_path))
