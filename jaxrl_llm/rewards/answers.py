@@ -95,11 +95,9 @@ def equal(gold: str, answer: str, percent: bool = True, rounding: int = 6, evalu
         return False
     if "%" in gold + answer and not percent:
         gold, answer = (re.sub(r"([\d.]+)\s*\\?%", r"\\frac{\1}{100}", s) for s in (gold, answer))
-    if gold == answer:
-        return True
-    if _DOTS.search(gold) or _DOTS.search(answer):  # math-verify would drop them
-        alike = [re.sub(r"[\s{}]|\\[,;! ]", "", _DOTS.sub("…", s)) for s in (gold, answer)]
-        return alike[0] == alike[1]
+    tight = [re.sub(r"(?<!\w)\s+|\s+(?!\w)|\\[,;! ]", "", _DOTS.sub("…", s)) for s in (gold, answer)]
+    if tight[0] == tight[1] or "…" in tight[0] + tight[1]:  # math-verify would drop the dots
+        return tight[0] == tight[1]
     of, last = _number(_assigned(gold, True)), _assigned(answer)
     if of is not None and (number := _number(last)) is not None:
         return _close(of, number, "." in gold + last, rounding)

@@ -144,6 +144,14 @@ def test_the_zygotes_death_loses_nothing():
     assert all(f.result(30).correct for f in asked)
 
 
+def test_who_ran_beside_one_that_kills_the_zygote_is_not_blamed():
+    slow = isolated(functions.sleep, workers=2)
+    run(1)
+    beside, killer = slow.submit(0.4), run.submit("crashed", 5)
+    assert killer.result(30).outcome == "crashed"
+    assert beside.result(30).correct
+
+
 def test_no_zombies_and_flat_memory():
     run(1)
     zygote = workers._pool(2, os.getpid())._zygote.pid
