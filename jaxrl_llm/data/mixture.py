@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.datasets import Subset
-from jaxrl_llm.types import Prompt, Reward, Task, expect
+from jaxrl_llm.types import Prompt, Task, expect
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class Mixed(Sequence):
 
 @dataclass(frozen=True)
 class Routed:
-    """The reward of a mixture: that of the prompt's own task, which may compute it in other processes."""
+    """The reward of a mixture, or its step: that of the prompt's own task, which may compute it in other processes."""
 
-    rewards: Mapping[str, Callable]
+    of_task: Mapping[str, Callable]
 
-    def __call__(self, prompt: Prompt, text: str, finish: str) -> Reward:
-        return self.rewards[prompt.meta["task"]](prompt, text, finish)
+    def __call__(self, prompt: Prompt, text: str, finish: str) -> Any:
+        return self.of_task[prompt.meta["task"]](prompt, text, finish)
 
     def submit(self, prompt: Prompt, text: str, finish: str) -> Future:
-        """The same, as a future: of a task whose reward cannot be submitted it is computed in one thread."""
-        reward = self.rewards[prompt.meta["task"]]
-        return getattr(reward, "submit", partial(self._thread.submit, reward))(prompt, text, finish)
+        """The same, as a future: of a task whose function cannot be submitted it is computed in one thread."""
+        fn = self.of_task[prompt.meta["task"]]
+        return getattr(fn, "submit", partial(self._thread.submit, fn))(prompt, text, finish)
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
@@ -68,7 +68,8 @@ def mixture(tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, float
 
     tasks: by name, each as `Config.task`. weights: of each name, positive numbers; None: in the ratio of their sizes.
     Test problems come in the ratio of their number, so that the first few stand for all. Traces, if each task has
-    them for the same behaviours. Raises ValueError for a weight that is missing or not positive.
+    them for the same behaviours. A task's step speaks to its own prompts alone. Raises ValueError for a weight that is
+    missing or not positive.
     """
     made = {name: make() for name, make in tasks.items()}
     expect(made, "mixture: tasks", tasks, "at least one task by name")
@@ -82,8 +83,13 @@ def mixture(tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, float
     traced = first.trace and all(t.trace and t.behaviours == first.behaviours for t in others)
     trace = partial(_trace, {n: t.trace for n, t in made.items()}) if traced else None
     reward = Routed({n: t.reward for n, t in made.items()})
-    return Task(train, Subset(test, order), reward, trace, first.behaviours if traced else ())
+    step = Routed({n: t.step or _silent for n, t in made.items()}) if any(t.step for t in made.values()) else None
+    return Task(train, Subset(test, order), reward, trace, first.behaviours if traced else (), step)
 
 
-def _trace(traces: Mapping[str, Callable], prompt: Prompt, behaviour: str, seed: int) -> str:
+def _silent(prompt: Prompt, text: str, finish: str) -> None:
+    """The step of a task that is no environment."""
+
+
+def _trace(traces: Mapping[str, Callable], prompt: Prompt, behaviour: str, seed: int) -> str | tuple[str, ...]:
     return traces[prompt.meta["task"]](prompt, behaviour, seed)

@@ -142,7 +142,9 @@ def test_what_an_environment_may_say(said, message):
 
 
 def test_an_error_of_the_environment_is_raised():
-    with pytest.raises(KeyError, match="no such page"):
+    line = f"{__file__}:{test_an_error_of_the_environment_is_raised.__code__.co_firstlineno + 4}"
+    raised = rf"step of prompt \d raised KeyError: 'no such page' at {line} \(prompt "
+    with pytest.raises(ValueError, match=raised):
         drawn(lambda *_: {}["no such page"])
 
 
