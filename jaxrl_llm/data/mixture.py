@@ -75,7 +75,8 @@ def mixture(tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, float
 
     tasks: by name, each as `Config.task`. weights: of each name, positive numbers; None: in the ratio of their sizes.
     Test problems come in the ratio of their number, so that the first few stand for all. Traces, if each task has
-    them for the same behaviours. Raises ValueError for a weight that is missing or not positive.
+    them for the same behaviours. A task's step speaks to its own prompts alone. Raises ValueError for a weight that is
+    missing or not positive.
     """
     made = {name: make() for name, make in tasks.items()}
     expect(made, "mixture: tasks", tasks, "at least one task by name")
@@ -94,8 +95,8 @@ def mixture(tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, float
 
 
 def _silent(prompt: Prompt, text: str, finish: str) -> None:
-    return None
+    """The step of a task that is no environment."""
 
 
-def _trace(traces: Mapping[str, Callable], prompt: Prompt, behaviour: str, seed: int) -> Any:
+def _trace(traces: Mapping[str, Callable], prompt: Prompt, behaviour: str, seed: int) -> str | tuple[str, ...]:
     return traces[prompt.meta["task"]](prompt, behaviour, seed)

@@ -105,7 +105,8 @@ def _trace(prompt: Prompt, behaviour: str, seed: int) -> str:
     slipped = int(rng.integers(len(operations))) if behaviour == "wrong_step" else None
     for i, (operation, n) in enumerate(operations):
         result = {"+": value + n, "-": abs(value - n), "*": value * n, "/": value // n}[operation]
-        result = max(1, result + int(rng.choice([-10, -2, -1, 1, 2, 10]))) if i == slipped else result
+        if i == slipped:
+            result += int(rng.choice([by for by in (-10, -2, -1, 1, 2, 10) if result + by >= 1]))
         lines.append(f"{value} {operation} {n} = {result}. ")
         value = result
     if behaviour == "no_reasoning":

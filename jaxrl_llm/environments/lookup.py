@@ -30,6 +30,7 @@ def task(words: int = 600, turns: int = 2, seed: int = 0, tool: bool = True) -> 
     for the word (clean), misspell it and guess, or guess at once (no_reasoning). The index lies in the project's cache.
     """
     expect(16 <= words <= 2000, "words", words, "a whole number from 16 to 2000")
+    expect(turns >= 1, "turns", turns, "at least 1")
     rng = np.random.default_rng(seed)
     letters = lambda of: of[rng.integers(len(of))]
     known = {}
@@ -48,7 +49,7 @@ def _index(known: dict[str, int]) -> Path:
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = folder.with_name(f"{folder.name}.{np.random.default_rng().integers(2**32)}")
-        passages = made.with_suffix(".jsonl")
+        passages = made.with_name(f"{made.name}.jsonl")
         passages.write_text(rows)
         search.build(passages, made)
         passages.unlink()

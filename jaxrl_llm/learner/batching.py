@@ -34,10 +34,9 @@ def make_batch(
     """Answers as the arrays of their updates, on the mesh, with advantages 0, and the metrics of their packing.
 
     `mask` comes from the sampler's lengths and finish reasons, never from token ids; what an environment has said is
-    masked out. `drop_truncated`: answers that
-    reached the token limit are masked out (DAPO's overlong filtering). `kept`: groups that are False are masked out.
-    critic_mini_batches: into which the critic's updates cut the batch, 0 without a critic. Prompts are filled up until
-    mini-batches and shards divide them. Raises ValueError as `packing.plan` does.
+    masked out. `drop_truncated`: so are answers that reached the token limit (DAPO's overlong filtering). `kept`: so
+    are groups that are False. critic_mini_batches: into which the critic's updates cut the batch, 0 without a critic.
+    Prompts are filled up until mini-batches and shards divide them. Raises ValueError as `packing.plan` does.
     """
     group, prompts = rollouts.group_size, len(rollouts.prompts)
     unit = math.lcm(cut.mini_batches, critic_mini_batches or 1) * cut.shards // math.gcd(cut.shards, group)

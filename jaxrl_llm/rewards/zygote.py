@@ -247,7 +247,7 @@ def _called(fn: Callable, args: tuple) -> tuple[str, bytes]:
     except MemoryError:
         raise
     except Exception as error:
-        lines = traceback.format_exc()[-8000:]
+        lines = "".join(traceback.format_exception(error.with_traceback(error.__traceback__.tb_next)))[-8000:]
         try:
             pickle.loads(dumps(error))
         except Exception:

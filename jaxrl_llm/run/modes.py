@@ -261,6 +261,7 @@ class Async:
             while len(chosen) < r.prompts:
                 self._lock.wait_for(lambda: self._ready or self._error)
                 if self._error is not None:
+                    self._ready.extendleft(reversed(everything))  # for the checkpoint
                     raise self._error
                 judged = self._ready.popleft()
                 self._lock.notify_all()
@@ -339,8 +340,8 @@ class Async:
 
     def _judged(self, draw: int, verdict: Future[ScoredGroup]) -> None:
         with self._lock:
-            del self._under_way[draw]
             if verdict.exception() is None:
+                del self._under_way[draw]
                 self._ready.append(verdict.result())
             else:
                 self._error = self._error or verdict.exception()

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.run import evals, trainer
-from jaxrl_llm.sampler import groups
+from jaxrl_llm.sampler import groups, scoring
 from jaxrl_llm.types import Prompt, expect
 
 
@@ -44,11 +44,13 @@ def measure(run: Path, samples: int = 8, direct: str = "", direct_tokens: int = 
             told = tuple(replace(shown[i], text=shown[i].text + begun) for i in fit)
             drawn = {"seed": evals.SEED_STREAM + config.seed, "draws": draws, "max_prompt_tokens": limit}
             with jax.set_mesh(learner.mesh):
-                answers = groups.sample_groups(engine, told, samples, **drawn)
+                answers = groups.sample_groups(
+                    engine, told, samples, **drawn, step=None if begun else learner.task.step
+                )
             answers = replace(
                 answers, prompts=tuple(shown[i] for i in fit), texts=tuple(begun + t for t in answers.texts)
             )
-            right = np.array([r.correct for r in groups.score(learner.task, answers)]).reshape(len(fit), samples)
+            right = np.array([r.correct for r in scoring.score(learner.task, answers)]).reshape(len(fit), samples)
             for i, rate in zip(fit, right.mean(axis=1).tolist(), strict=True):
                 found[i]["direct_rate" if begun else "pass_rate"] = rate
         return found

@@ -62,6 +62,8 @@ def traces(task: Task, tokenizer: Tokenizer, prime: Prime, seed: int, start: int
         names = behaviours(prime, seed, batch)
         turns = [task.trace(p, str(b), int(d)) for p, b, d in zip(prompts, names, draws, strict=True)]
         turns = [(t,) if isinstance(t, str) else t for t in turns]
+        for prompt, t in zip(prompts, turns, strict=True):
+            expect(len(t) % 2, f"trace of prompt {prompt.id}", t, "an odd number of texts, the policy's the last")
         questions = list(map(tokenizer.encode_prompt, prompts))
         parts = [[*map(tokenizer.encode, t[:-1]), [*tokenizer.encode(t[-1]), tokenizer.eos_ids[0]]] for t in turns]
         answers = [sum(of, []) for of in parts]

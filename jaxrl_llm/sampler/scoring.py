@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import math
+import re
 import threading
 import traceback
 from collections.abc import Callable
@@ -63,17 +65,34 @@ def score(task: Task, rollouts: Rollouts) -> list[Reward]:
 
 
 def _checked(prompt: Prompt, text: str, verdict: Future) -> Reward:
-    context = f"(prompt {prompt.text[-200:]!r}, response {text[-200:]!r})"
-    try:
-        reward = verdict.result()
+    reward, sound = value_of("reward", prompt, text, verdict), False
+    with contextlib.suppress(TypeError):  # of a value that is no number
         sound = isinstance(reward, Reward) and math.isfinite(reward.value)
-    except (Exception, SystemExit) as error:
-        others = lambda f: f.filename == __file__ or f.filename.startswith(_FUTURES)
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not others(f)]
-        at = [f" at {f.filename}:{f.lineno}" for f in frames if f.filename == frames[0].filename]  # in the verifier
-        what = f"reward of prompt {prompt.id} raised {type(error).__name__}: {error}"
-        raise ValueError(f"{what}{''.join(at[-1:])} {context}") from error
     if not sound:
         what = f"reward of prompt {prompt.id} is {reward!r}; expected a Reward with a finite value"
-        raise ValueError(f"{what} {context}")
+        raise ValueError(f"{what} {_context(prompt, text)}")
     return reward
+
+
+def value_of(what: str, prompt: Prompt, text: str, future: Future) -> Any:
+    """What the task's function `what`, its reward or step, has said of an answer.
+
+    Raises ValueError with the prompt, the response and the function's line when it has raised.
+    """
+    try:
+        return future.result()
+    except (Exception, SystemExit) as error:
+        raised = f"{what} of prompt {prompt.id} raised {type(error).__name__}: {error}{_line(error)}"
+        raise ValueError(f"{raised} {_context(prompt, text)}") from error
+
+
+def _context(prompt: Prompt, text: str) -> str:
+    return f"(prompt {prompt.text[-200:]!r}, response {text[-200:]!r})"
+
+
+def _line(error: BaseException) -> str:
+    """The last line of the first file that is not ours: the function's own; of a worker it stands in the cause."""
+    others = lambda file: file == __file__ or file.startswith(_FUTURES)
+    lines = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if not others(f.filename)]
+    lines = lines or re.findall(r'^  File "(.+)", line (\d+)', str(error.__cause__), re.MULTILINE)
+    return "".join([f" at {file}:{line}" for file, line in lines if file == lines[0][0]][-1:])

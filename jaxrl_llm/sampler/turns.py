@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.sampler.requests import Answer, Group, NextRequest, Request
-from jaxrl_llm.sampler.scoring import begin, gathered
+from jaxrl_llm.sampler.scoring import begin, gathered, value_of
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, expect
 
 Said = str | Sequence[Mapping[str, str]] | None  # text, or messages for the tokenizer's chat template
@@ -84,15 +84,17 @@ def _marked(answer: Answer, begun: Answer | None) -> Answer:
 
 def _turn(step: Step, tokenizer: Tokenizer, prompt: Prompt, request: Request, group: Group) -> Future[Group]:
     """The group after the environment's turn: cancelled is an answer to which it has said something."""
-    asked = {i: a for i, a in enumerate(group) if a.finish in (EOS, STOP)}
-    heard = {i: begin(step, prompt, text_of(tokenizer, a), a.finish) for i, a in asked.items()}
-    said = lambda i, a: _continued(tokenizer, prompt, request.max_tokens, a, heard[i].result()) if i in heard else a
-    return gathered(list(heard.values()), lambda: tuple(said(i, a) for i, a in enumerate(group)))
+    texts = {i: text_of(tokenizer, a) for i, a in enumerate(group) if a.finish in (EOS, STOP)}
+    heard = {i: begin(step, prompt, text, group[i].finish) for i, text in texts.items()}
+    said = lambda i: value_of("step", prompt, texts[i], heard[i]) if i in heard else None
+    after = lambda i, a: _continued(tokenizer, prompt, request.max_tokens, a, said(i))
+    return gathered(list(heard.values()), lambda: tuple(after(i, a) for i, a in enumerate(group)))
 
 
 def text_of(tokenizer: Tokenizer, answer: Answer) -> str:
-    """An answer's text, without the token that ends it."""
-    return tokenizer.decode(answer.tokens[:-1] if answer.finish == EOS else answer.tokens)
+    """An answer's text, without the end-of-sequence tokens that the policy has drawn: one a turn, at most."""
+    ended = np.isin(answer.tokens, tokenizer.eos_ids)
+    return tokenizer.decode(answer.tokens[~ended if answer.said is None else ~ended | answer.said])
 
 
 def _continued(tokenizer: Tokenizer, prompt: Prompt, max_tokens: int, answer: Answer, said: Said) -> Answer:
@@ -103,13 +105,14 @@ def _continued(tokenizer: Tokenizer, prompt: Prompt, max_tokens: int, answer: An
     ids = tokenizer.encode(said) if isinstance(said, str) else tokenizer.encode_turn(said, answer.finish == EOS)
     if len(answer.tokens) + len(ids) >= max_tokens:
         return replace(answer, finish=LENGTH)
-    more = lambda x, value: np.concatenate([x, np.full(len(ids), value, x.dtype)])
+    more = lambda x, value: np.concatenate([x, np.full((len(ids), *x.shape[1:]), value, x.dtype)])
     before = np.zeros(len(answer.tokens), bool) if answer.said is None else answer.said
     return Answer(
         tokens=np.concatenate([answer.tokens, np.array(ids, np.int32)]),
         logp=more(answer.logp, 0.0),
         versions=more(answer.versions, answer.versions[-1]),
         finish=CANCELLED,
+        experts=None if answer.experts is None else more(answer.experts, np.iinfo(answer.experts.dtype).max),  # none
         said=more(before, True),
     )
 

@@ -215,6 +215,15 @@ def test_each_prompt_is_judged_by_its_own_source():
             assert made.reward.submit(prompt, "no", EOS).result() == Reward(0.0, False, name)
 
 
+def test_an_environment_speaks_to_its_own_prompts_alone():
+    env = lambda: replace(task("b", 5), step=lambda prompt, text, finish: f"{finish}: {text}")
+    made = mixture({"a": partial(task, "a", 5), "b": env})
+    for prompt in (*made.train, *made.test):
+        said = {"a": None, "b": "eos: so"}[prompt.meta["task"]]
+        assert made.step(prompt, "so", EOS) == made.step.submit(prompt, "so", EOS).result() == said
+    assert mixed().step is None
+
+
 def test_test_problems_of_all_sources_come_from_the_start():
     made = mixture({"a": partial(task, "a", 5, 40), "b": partial(task, "b", 5, 20)})
     assert Counter(p.meta["task"] for p in made.test[:12]) == {"a": 8, "b": 4}

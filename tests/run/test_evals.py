@@ -12,7 +12,7 @@ from jaxrl_llm.run import evals
 from jaxrl_llm.run.evals import Asked, Sample, by_problem, constant, grouped, read, rescored, sample, summary
 from jaxrl_llm.sampler.requests import Answer
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.types import EOS, LENGTH, Prompt, Reward
+from jaxrl_llm.types import CANCELLED, EOS, LENGTH, Prompt, Reward
 
 TOKENIZER = tokenizers.characters()
 GOLDS = ("4", "7", "7", "1,000", "x")
@@ -245,3 +245,34 @@ def test_a_line_has_every_field(tmp_path):
     line = json.loads((tmp_path / "s.jsonl").read_text().splitlines()[1])
     assert set(line) == set(Sample.__dataclass_fields__)
     assert Sample(**line) == Sample(**asdict(Sample(**line)))
+
+
+@dataclass(frozen=True)
+class Turns(StandIn):
+    """Goes on behind what it has been told; its first turn is its text up to a comma."""
+
+    def sample(self, next_request, latest=None):
+        while (request := next_request()) is not None:
+            begun = request.begun or (None,) * request.group
+            yield request, tuple(map(self.turn, TEXTS[request.draw][: request.group], begun))
+
+    def turn(self, text, begun):
+        if begun is None:
+            return self.answer(text.partition(",")[0])
+        if begun.finish != CANCELLED:
+            return replace(begun, said=None)
+        ended = self.answer(text.partition(",")[2])
+        more = lambda name: np.concatenate([getattr(begun, name), getattr(ended, name)])
+        return Answer(*map(more, ("tokens", "logp", "versions")), ended.finish)
+
+
+def test_an_evaluation_in_an_environment_has_its_turns(monkeypatch):
+    said = lambda prompt, text, finish: "go on: " if "go on: " not in text and text.startswith("a") else None
+    texts = {0: ["ab,#12", "c"], 1: ["a,#7", "ab,#9"]}
+    prompts = tuple(Prompt(i, f"q{i}", str(a)) for i, a in enumerate((12, 9)))
+    asked = Asked(Suite(None, problems=2, samples=2), prompts, verdict, 99, step=said)
+    monkeypatch.setitem(globals(), "TEXTS", texts)
+    samples = sample(Turns(max_tokens=40), asked, 0)
+    assert [s.text for s in samples] == ["abgo on: #12", "c", "ago on: #7", "abgo on: #9"]
+    assert [s.correct for s in samples] == [True, False, False, True]
+    assert [s.tokens for s in samples] == [7, 2, 5, 6]  # what it has drawn, the ends of turns included

@@ -123,6 +123,7 @@ def answer(draw, g, finish=EOS, n=None):
     """Its tokens say whose it is."""
     n = 2 + (draw + g) % 3 if n is None else n
     tokens = np.full(n, 2 + (draw + g) % 6, np.int32)
+    tokens[n - (finish == EOS) :] = TOKENIZER.eos_ids[0]
     return Answer(tokens, -tokens.astype(np.float32), np.full(n, draw, np.int32), finish)
 
 
@@ -325,7 +326,7 @@ def bad(what, prompt, text, finish):
     [
         (Reward(math.nan, True), "finite"),
         (Reward(math.inf, True), "finite"),
-        (Reward(None, True), "TypeError"),
+        (Reward(None, True), "finite"),
         (None, "expected a Reward"),
         (1.0, "expected a Reward"),
         (KeyError("target"), "KeyError: 'target'"),

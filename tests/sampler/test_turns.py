@@ -11,13 +11,16 @@ from cases import CONFIG, PLAIN, REWARDS, rollouts_of, scored
 from test_decode import MODEL, PARAMS, TEMPERATURE, TEXTS, TOKENIZER, make, requests
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.config import values
+from jaxrl_llm.config import Prime, Stage, values
 from jaxrl_llm.learner import batching, learner
 from jaxrl_llm.learner.packing import Division
 from jaxrl_llm.learner.train_step import make_logprobs
+from jaxrl_llm.objective import advantages
+from jaxrl_llm.objective.algorithms import ALGORITHMS
+from jaxrl_llm.run import sft
 from jaxrl_llm.run.modes import Position
 from jaxrl_llm.sampler import decode, groups, turns
-from jaxrl_llm.sampler.requests import Answer, Request
+from jaxrl_llm.sampler.requests import NOTHING, Answer, PartialAnswer, Request, check
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, Reward, Task
 
 ASKED = tuple(Prompt(i, text) for i, text in enumerate(TEXTS))
@@ -142,7 +145,9 @@ def test_what_an_environment_may_say(said, message):
 
 
 def test_an_error_of_the_environment_is_raised():
-    with pytest.raises(KeyError, match="no such page"):
+    line = f"{__file__}:{test_an_error_of_the_environment_is_raised.__code__.co_firstlineno + 4}"
+    raised = rf"step of prompt \d raised KeyError: 'no such page' at {line} \(prompt "
+    with pytest.raises(ValueError, match=raised):
         drawn(lambda *_: {}["no such page"])
 
 
@@ -253,3 +258,173 @@ def test_groups_of_other_draws_go_on_while_one_waits():
     assert [o[0] for o in order] == [1, 2, 0]
     assert order[2][1] == 0  # the request as it was asked
     assert order[2][2].tolist() == [False, False, True, True, False, False]
+
+
+# --- ends of turns, of which a script says what the policy draws ------------------------------------------------------
+
+
+class Scripted:
+    """An engine that draws what is written: texts of turns, where ~ is the end-of-sequence token; it is one version on
+    at each turn, and a mixture of experts of two layers.
+    """
+
+    tokenizer = TOKENIZER
+
+    def __init__(self, *turns):
+        self.turns, self.begun = turns, []
+
+    def sample(self, next_request, latest=None):
+        while (r := next_request()) is not None:
+            check(r, vocab_size=16)
+            turn = len(self.begun)
+            self.begun.append(r.begun)
+            yield r, tuple(self.answer(r, turn, g) for g in range(r.group))
+
+    def answer(self, r, turn, g):
+        before = r.begun[g] if r.begun else replace(NOTHING, experts=np.zeros((0, 2, 1), np.uint8))
+        if before.finish != CANCELLED:
+            return replace(before, said=None)
+        text = self.turns[turn][g]
+        ids = [*TOKENIZER.encode(text.rstrip("~")), *TOKENIZER.eos_ids * text.endswith("~")]
+        more = lambda x, new: np.concatenate([x, np.broadcast_to(np.array(new, x.dtype), (len(ids), *x.shape[1:]))])
+        columns = more(before.tokens, ids), more(before.logp, -1.0), more(before.versions, turn)
+        finish = EOS if text.endswith("~") else LENGTH if len(columns[0]) >= r.max_tokens else STOP
+        return Answer(*columns, finish, None if before.experts is None else more(before.experts, 3))
+
+
+def played(step, *script, max_tokens=40):
+    """The answers of one group to a script, and the engine."""
+    engine = Scripted(*script)
+    (group,) = turns.generate(
+        engine, step, [Prompt(5, "abc")], [Request((2, 3), group=len(script[0]), max_tokens=max_tokens)]
+    )
+    return group, engine
+
+
+def once(said):
+    return lambda prompt, text, finish: said if said not in text else None
+
+
+def test_texts_have_no_token_that_ends_a_turn():
+    heard = []
+
+    def step(prompt, text, finish):
+        heard.append((text, finish))
+        return "kk" if len(text) < 6 else None
+
+    (answer,), _ = played(step, ["ab~"], ["cd"], ["ef~"])
+    assert heard == [("ab", EOS), ("abkkcd", STOP)]
+    assert turns.text_of(TOKENIZER, answer) == "abkkcd"
+    (answer,), _ = played(lambda *of: "kk" if len(of[1]) < 8 else None, ["ab~"], ["cd"], ["ef~"])
+    assert turns.text_of(TOKENIZER, answer) == "abkkcdkkef"
+    assert answer.finish == EOS
+    (answer,), _ = played(once("k" * 9), ["ab~"], max_tokens=12)
+    assert (answer.finish, turns.text_of(TOKENIZER, answer)) == (LENGTH, "ab")  # it was truncated, after its end
+
+
+@pytest.mark.parametrize(("room", "finish", "tokens"), [(3, LENGTH, 2), (5, LENGTH, 2), (6, LENGTH, 6), (7, STOP, 6)])
+def test_what_is_said_leaves_room_for_a_token(room, finish, tokens):
+    (answer,), engine = played(once("kkk"), ["ab"], ["c"], max_tokens=room)
+    assert (answer.finish, len(answer.tokens)) == (finish, tokens)
+    assert len(engine.begun) == 1 + (tokens == 6)
+
+
+def test_a_group_of_truncated_answers_is_over_at_once():
+    group, engine = played(once("k"), ["abcd", "dcba"], max_tokens=4)
+    assert [a.finish for a in group] == [LENGTH, LENGTH]
+    assert all(a.said is None for a in group)
+    assert len(engine.begun) == 1
+
+
+def test_every_column_goes_on():
+    group, engine = played(lambda p, text, f: "kk" if text == "ab" else None, ["ab", "b~"], ["cde", ""])
+    long, short = group
+    assert long.said.tolist() == [False] * 2 + [True] * 2 + [False] * 3
+    assert short.said is None
+    assert long.versions.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert long.logp.tolist() == [-1, -1, 0, 0, -1, -1, -1]
+    assert long.experts[:, 1, 0].tolist() == [3, 3, 255, 255, 3, 3, 3]  # 255: nobody has recorded it
+    assert [a.finish for a in engine.begun[1]] == [CANCELLED, EOS]
+    many = groups.to_rollouts(TOKENIZER, [Prompt(5, "")], [Request((2,))], [group])
+    assert many.said[1].tolist() == [False] * 7
+    assert many.n_tokens.tolist() == [5, 2]
+    again = groups.concatenated([replace(many, said=None), many])
+    assert again.said.sum(axis=1).tolist() == [0, 0, 2, 0]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 99])
+@pytest.mark.parametrize(
+    ("text", "drawn", "finish", "whole"),
+    [
+        ("abk", "cdkee", STOP, "abkcdk"),  # the stop of the first turn ends no other
+        ("abkffkh", "abc", CANCELLED, "abkffkhabc"),  # nor do those that were said
+        ("abkffkh", "fa", STOP, "abkffkhf"),  # one that begins in what was said
+        ("abk" + "c" * 60, "chf", STOP, "abk" + "c" * 61 + "hf"),
+        ("ff", "f", STOP, "fff"),
+        ("abk", "~", EOS, "abk"),
+        ("abk", "f~", EOS, "abkf"),
+    ],
+)
+def test_stop_strings_end_the_turn_that_completes_them(text, drawn, finish, whole, at_once):
+    ids = np.array(TOKENIZER.encode(text), np.int32)
+    begun = Answer(ids, ids * -1.0, ids * 0, CANCELLED)
+    answer = PartialAnswer(Request((2,), max_tokens=99, stop=("ff", "k", "hf"), begun=(begun,)), 0)
+    new = [*TOKENIZER.encode(drawn.rstrip("~")), *TOKENIZER.eos_ids * drawn.endswith("~")]
+    while new and answer.open:
+        answer.take(new[:at_once], [-1.0] * len(new[:at_once]), 0, TOKENIZER)
+        new = new[at_once:]
+    assert (answer.finish, turns.text_of(TOKENIZER, answer.answer())) == (finish, whole)
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_advantages_of_tokens_leave_it_out(kl_in):
+    """With a critic, a λ by length and a KL penalty: what was said is as if it were not there."""
+    penalty = {"kl": "k1", "kl_coef": 0.1, "kl_in": kl_in}
+    adaptive = replace(ALGORITHMS["vapo"], nll_coef=0.0, **penalty)
+    answers = with_said([6, 4, 9, 8], (0, 2, 4), (2, 1, 3), (2, 5, 8))
+    keep = [np.flatnonzero(row) for row in answers.generated]
+    shut = lambda x: groups._padded([row[at] for row, at in zip(x, keep, strict=True)])
+    rng = np.random.default_rng(0)
+    columns = {name: -rng.random(answers.tokens.shape, np.float32) for name in ("old_logp", "ref_logp", "values")}
+    found = []
+    for a, put in ((answers, lambda x: x), (replace(answers, lengths=answers.n_tokens, said=None), shut)):
+        a = replace(a, tokens=put(a.tokens), sampler_logp=put(a.sampler_logp), versions=put(a.versions))
+        batch, _ = batching.make_batch(a, CONFIG.model)
+        width = ((0, 0), (0, batch.mask.shape[1] - a.tokens.shape[1]))
+        batch = replace(batch, **{k: np.pad(put(v), width) for k, v in columns.items()})
+        of_groups = {"kept": np.ones(2, bool), "prompt_ids": np.arange(2), "parts": np.zeros((2, 2, 0), np.float32)}
+        batch, _ = learner.assign_advantages(adaptive, batch, REWARDS, a.generated, of_groups, None)
+        found.append([np.asarray(x)[np.asarray(batch.mask)] for x in (batch.adv, batch.returns)])
+        assert not np.asarray(batch.adv)[~np.asarray(batch.mask)].any()
+    for said, never in zip(*found, strict=True):
+        np.testing.assert_allclose(said, never, atol=1e-6)
+
+
+def test_lengths_of_a_group_advantage_leave_it_out():
+    answers = with_said([6, 4, 9, 8], (0, 2, 4), (2, 1, 3), (2, 5, 8))
+    batch, _ = batching.make_batch(answers, CONFIG.model)
+    seen = {}
+
+    def watched(rewards, lengths):
+        seen["lengths"] = lengths
+        return advantages.opo(rewards, lengths)
+
+    of_groups = {"kept": np.ones(2, bool), "prompt_ids": np.arange(2), "parts": np.zeros((2, 2, 0), np.float32)}
+    learner.assign_advantages(replace(PLAIN, advantage=watched), batch, REWARDS, answers.generated, of_groups, None)
+    assert seen["lengths"].tolist() == [[4, 4], [4, 8]]
+
+
+def test_what_is_said_in_a_trace_is_not_learnt():
+    asked, said = "abk", "nmn"
+    trace = lambda prompt, behaviour, seed: (asked, said, "c") if behaviour == "of turns" else "abc"
+    task = Task(tuple(ASKED), (), None, trace, ("of turns", "alone"))
+    recipe = Prime((Stage(batches=1, mixture={"of turns": 1.0}), Stage(batches=1, mixture={"alone": 1.0})))
+    several, alone = sft.traces(task, TOKENIZER, replace(recipe, traces_per_batch=2), 0)
+    assert alone.said is None
+    assert several.texts == ("abknmnc",) * 2
+    assert several.tokens[0].tolist() == [*TOKENIZER.encode("abknmnc"), *TOKENIZER.eos_ids]
+    batch, _ = batching.make_batch(several, MODEL)
+    assert np.asarray(batch.mask)[0, :8].tolist() == [True] * 3 + [False] * 3 + [True] * 2
+    no_end = replace(task, trace=lambda *_: (asked, said))
+    with pytest.raises(ValueError, match=r"trace of prompt \d is \('abk', 'nmn'\); expected an odd number of texts"):
+        next(sft.traces(no_end, TOKENIZER, replace(recipe, traces_per_batch=2), 0))
