@@ -51,6 +51,12 @@ class Rules:
     direct_rate: float = 0.0  # share of right answers without reasoning, from which on a problem is guessable
     hardest: float = 1.0  # share that is kept of all that is left, of the lowest scores (Pre-PPO, 2503.22230)
 
+    def __post_init__(self) -> None:
+        for name in ("near", "leak", "script_share", "similar", "direct_rate", "hardest"):
+            expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a share, from 0 to 1")
+        expect(self.ngram >= 1, "ngram", self.ngram, "at least 1 word")
+        expect(0 <= self.pass_rate[0] <= self.pass_rate[1] <= 1, "pass_rate", self.pass_rate, "0 ≤ low ≤ high ≤ 1")
+
 
 def words(text: str) -> list[str]:
     """Words, numbers and signs of arithmetic, in small letters; a hyphen or an exclamation mark is no sign."""
@@ -192,6 +198,10 @@ def curate(
         expect(counts["kept"], f"rows kept of {counts.total()}", 0, f"at least one; dropped: {dict(counts)}")
         os.replace(dropped, out.with_name(f"{out.stem}.dropped.jsonl"))
         os.replace(kept, out)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, f"{error.strerror}: not written", str(out)) from error  # a full disk names no file
     finally:
         kept.unlink(missing_ok=True)
         dropped.unlink(missing_ok=True)

@@ -56,7 +56,9 @@ def chosen(names: Sequence[str], config: Config | None = None) -> dict[str, Suit
                     raise
                 skipped.append(f"{part}: {error}")
             else:
-                found[Path(part).stem] = Suite(lambda task=task: task, problems=len(task.test))
+                stem = Path(part).stem
+                expect(stem not in found, f"suite {part}", "a second suite of its name", f"another name than {stem!r}")
+                found[stem] = Suite(lambda task=task: task, problems=len(task.test))
     for line in skipped:
         print(f"skipped {line}", file=sys.stderr)
     expect(found, "--suite", " ".join(names), f"at least one benchmark that can be read ({'; '.join(skipped)})")
