@@ -165,6 +165,11 @@ def test_judged_again_and_compared(run, tmp_path):
     other_suite = tmp_path / "easy.jsonl"
     other_suite.write_bytes(before.replace(b'"held-out"', b'"easy"'))
     assert "is 'of no suite in common'; expected samples of the same suite" in fails("compare", file, other_suite)
+    assert "--suite is 'typo'; expected of those answered: held-out" in fails(
+        "eval", out, "--rescore", "--suite", "typo"
+    )
+    (tmp_path / "cut.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:2]))  # one answer of two
+    assert "cut.jsonl is 'without samples'" in fails("eval", tmp_path / "cut.jsonl", "--rescore")
     assert "without samples" in fails("compare", file, tmp_path)
     assert "expected a file of samples, or a run that jaxrl eval has measured" in fails("eval", tmp_path, "--rescore")
 

@@ -154,11 +154,14 @@ def _rescore(source: Path, names: tuple[str, ...], reward: str, out: Path | None
     from jaxrl_llm.run import evals, suites
 
     run = source if source.is_dir() else source.resolve().parent.parent
-    for file in _files(source):
-        settings, samples = evals.read(file)
+    found = [(file, *evals.read(file)) for file in _files(source)]
+    known = sorted({settings["suite"] for _, settings, _ in found})
+    expect(not names or {*names} <= {*known}, "--suite", " ".join(names), f"of those answered: {', '.join(known)}")
+    for file, settings, samples in found:
         name = settings["suite"]
         if names and name not in names:
             continue
+        expect(samples, str(file), "without samples", "at least one problem with all its answers")
         own = load(run) if (run / "config.json").is_file() and not reward else None
         made = own and ({"held-out": own.task} | {n: s.task for n, s in own.evaluation.suites.items()}).get(name)
         judge = values.function(reward, None) if reward else made().reward if made else suites.judge()

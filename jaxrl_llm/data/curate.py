@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrl_llm.data import rows
 from jaxrl_llm.data.datasets import is_text, read_messages
-from jaxrl_llm.data.prepare import column
+from jaxrl_llm.data.prepare import NOTHING, column
 from jaxrl_llm.data.recipes import Recipe
 from jaxrl_llm.types import Prompt, expect
 
@@ -158,6 +158,13 @@ def script_share(text: str, scripts: Sequence[str]) -> float:
     return own / letters.total() if letters else 1.0
 
 
+def _checked(rules: Rules) -> None:
+    for name in ("near", "leak", "script_share", "similar", "direct_rate", "hardest"):
+        expect(0 <= getattr(rules, name) <= 1, name, getattr(rules, name), "a share, from 0 to 1")
+    expect(rules.ngram >= 1, "ngram", rules.ngram, "at least 1 word")
+    expect(0 <= rules.pass_rate[0] <= rules.pass_rate[1] <= 1, "pass_rate", rules.pass_rate, "0 ≤ low ≤ high ≤ 1")
+
+
 def curate(
     files: Sequence[Path], out: Path, rules: Rules, evaluations: Iterable[tuple[str, str]] = (), *,
     recipe: Recipe = PLAIN, embed: Callable | None = None, rates: Callable | None = None, score: str = "pass_rate",
@@ -169,6 +176,8 @@ def curate(
     column that `hardest` goes by. Both files change when all is done. Raises ValueError as `rows.read` does, and when
     nothing is kept.
     """
+    _checked(rules)
+    out.parent.mkdir(parents=True, exist_ok=True)
     counts, near, known = Counter(), NearDuplicates(rules.near), Evaluations(evaluations, rules)
     meaning = embed and Embedded(embed, rules.similar)
     kept, dropped = (out.with_name(f".{out.name}.{kind}") for kind in ("kept", "dropped"))
@@ -192,6 +201,10 @@ def curate(
         expect(counts["kept"], f"rows kept of {counts.total()}", 0, f"at least one; dropped: {dict(counts)}")
         os.replace(dropped, out.with_name(f"{out.stem}.dropped.jsonl"))
         os.replace(kept, out)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, f"{error.strerror}: not written", str(out)) from error  # a full disk names no file
     finally:
         kept.unlink(missing_ok=True)
         dropped.unlink(missing_ok=True)
@@ -206,7 +219,10 @@ def _alone(files, rules, recipe, near, known, refuse) -> Iterator[tuple[str, dic
             if not isinstance(row, rows.Bad):
                 (text, messages), answer = read_messages(column(row, recipe.prompt)), column(row, recipe.answer)
                 prompt = Prompt(number, text, answer, dict(row), messages=messages)
-                bad = _fault(place, prompt, rules, near, known)
+                unknown = answer is NOTHING and recipe.answer != PLAIN.answer  # a name that was given
+                detail = f"there are {', '.join(row)}"
+                bad = rows.Bad(f"no column {' or '.join(recipe.answer)}", detail) if unknown else None
+                bad = bad or _fault(place, prompt, rules, near, known)
             if bad is None:
                 yield place, row, prompt
             else:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -32,6 +33,8 @@ COLUMNS = ("prompt", "answer", "response", "meta")
 LISTED = 10_000  # findings of a reason that are written down; all are counted
 SHARD = 1 << 20  # rows
 KEPT, NO_FAULT = "kept", ("not of the dataset", "repeated")
+# Columns of a row's own, by their names in `meta`, where a prepared row has others.
+RENAMED = {name: f"origin_{name}" for name in ("row", "answer", "response", "messages")} | {"source": "origin"}
 NOTHING = object()
 
 
@@ -66,6 +69,8 @@ def prepare(
     """
     expect(re.fullmatch(r"\w[\w.-]*", name), "name", name, "letters, digits, '.', '_' and '-'")
     expect(bad in ("error", "skip"), "bad", bad, "error or skip")
+    for split in files:  # tensorflow_datasets has a grammar of splits, and `all` in it
+        expect(re.fullmatch(r"[a-zA-Z]\w*", split) and split != "all", "split", split, "a word, and not all")
     folder = root / name
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
@@ -76,6 +81,7 @@ def prepare(
         for left in folder.glob(".partial-*"):  # of one that was killed
             shutil.rmtree(left)
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
+        partial.chmod(folder.stat().st_mode & 0o777)  # mkdtemp's is for this user alone
         try:
             report = _written(partial, name, files, recipe, bad, check)
             final = folder / report["version"]
@@ -157,6 +163,8 @@ def examine(row: Mapping, recipe: Recipe, meta: Mapping, check: Callable | None 
             return Bad(f"{kind} is not text", f"{value!r:.80}")
         if any(isinstance(v, str) and not is_text(v) for v in parts):
             return Bad("not UTF-8", f"half a character in the {kind}")
+        if not all(math.isfinite(v) for v in parts if isinstance(v, float)):  # as JSON writes what pandas has not
+            return Bad(f"empty {kind}", f"{value!r:.80}")
     answer = values["answer"]
     if check is not None and answer is not NOTHING:
         try:
@@ -164,7 +172,7 @@ def examine(row: Mapping, recipe: Recipe, meta: Mapping, check: Callable | None 
         except ValueError as error:
             return Bad("answer does not parse", f"{answer!r:.80}: {error}")
     used = {part for p in (*recipe.prompt, *recipe.answer, *recipe.response) for part in (p, p.split(".")[0])}
-    others = {"origin" if k == "source" else k: v for k, v in row.items() if k not in used}
+    others = {RENAMED.get(k, k): v for k, v in row.items() if k not in used}
     others |= {k: v for k, make in recipe.meta.items() if (v := make(row)) is not None} | meta
     others |= {"messages": messages} if messages else {}
     others |= {} if isinstance(answer, str) else {"answer": None if answer is NOTHING else answer}
@@ -176,7 +184,7 @@ def column(row: Mapping, paths: tuple[str, ...]) -> Any:
     """What stands at the first of the paths that the row has: a column, a.b inside of one, a+b for two texts."""
     for path in paths:
         parts = [row[path]] if path in row else [_inside(row, part) for part in path.split("+")]
-        if NOTHING not in parts:
+        if NOTHING not in parts and (len(parts) == 1 or None not in parts):
             return parts[0] if len(parts) == 1 else " ".join(map(str, parts))
     return NOTHING
 

@@ -68,7 +68,7 @@ def alternatives(answer: Any) -> Any:
     """A list of texts, also one written as text; of a single one, that one. Each counts as right."""
     try:
         listed = ast.literal_eval(answer) if isinstance(answer, str) and answer.startswith("[") else answer
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return answer
     if not isinstance(listed, list) or not all(isinstance(a, str) for a in listed):
         return answer  # of text [1, 2] is an interval
@@ -77,7 +77,7 @@ def alternatives(answer: Any) -> Any:
 
 def whole(answer: Any) -> Any:
     """142.0 as the text 142."""
-    return str(int(answer)) if isinstance(answer, float | int) and answer == int(answer) else answer
+    return str(int(answer)) if isinstance(answer, float | int) and float(answer).is_integer() else answer
 
 
 def without_unit(answer: Any) -> Any:

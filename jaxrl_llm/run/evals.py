@@ -181,7 +181,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def read(file: Path) -> tuple[dict[str, Any], list[Sample]]:
-    """Settings and samples of an evaluation's file; a last line that a kill has cut short is left out.
+    """Settings and samples of an evaluation's file; a problem whose lines a kill has cut short is left out.
 
     Raises ValueError, naming file and line, for one that is none.
     """
@@ -193,13 +193,14 @@ def read(file: Path) -> tuple[dict[str, Any], list[Sample]]:
         try:
             row = json.loads(line)
             if number == 1:
-                settings = row["settings"]
+                settings = {"suite": row["settings"]["suite"]} | row["settings"]
             else:
                 samples.append(Sample(**row))
         except (ValueError, TypeError, KeyError) as error:
             if number < len(lines) or number == 1:
                 raise ValueError(f"{file}:{number}: {error}; expected a line of jaxrl eval's samples") from error
-    return settings, samples
+    told = Counter(s.problem for s in samples)
+    return settings, [s for s in samples if told[s.problem] == settings.get("samples", told[s.problem])]
 
 
 def write(file: Path, settings: Mapping[str, Any], samples: Sequence[Sample]) -> None:

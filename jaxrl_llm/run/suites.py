@@ -16,12 +16,14 @@ SUITES = {"math": ("gsm8k", "math500", "aime24", "aime25", "amc", "minerva", "ol
 def benchmark(name: Path | str) -> Task:
     """The problems of a recipe (`data.recipes`), or of a JSONL file, judged by `rewards.answers` in workers.
 
-    They are both sides of the task. Raises ValueError for an unknown name, and for a recipe that is not prepared.
+    They are both sides of the task. Raises ValueError for an unknown name, for a recipe that is not prepared, and, with
+    file and line, for a gold that cannot be verified.
     """
     from jaxrl_llm.data import recipes
+    from jaxrl_llm.rewards import answers
 
     if str(name).endswith(".jsonl"):
-        prompts = datasets.read_jsonl(name)
+        prompts = datasets.read_jsonl(name, answers.check_gold)
     elif name in recipes.RECIPES:
         prompts = recipes.load(name)
     else:
@@ -56,7 +58,9 @@ def chosen(names: Sequence[str], config: Config | None = None) -> dict[str, Suit
                     raise
                 skipped.append(f"{part}: {error}")
             else:
-                found[Path(part).stem] = Suite(lambda task=task: task, problems=len(task.test))
+                stem = Path(part).stem
+                expect(stem not in found, f"suite {part}", "a second suite of its name", f"another name than {stem!r}")
+                found[stem] = Suite(lambda task=task: task, problems=len(task.test))
     for line in skipped:
         print(f"skipped {line}", file=sys.stderr)
     expect(found, "--suite", " ".join(names), f"at least one benchmark that can be read ({'; '.join(skipped)})")

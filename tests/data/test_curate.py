@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl_llm.data import curate
 from jaxrl_llm.data.curate import Rules
+from jaxrl_llm.data.recipes import Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments" / "benchmarks"))
 
@@ -200,6 +201,31 @@ def test_nothing_kept_is_an_error_and_leaves_what_was_there(tmp_path):
         curate.curate([proof], tmp_path / "good.jsonl", Rules())
     (tmp_path / "p.jsonl").unlink()
     assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("near", 7), ("leak", -0.1), ("hardest", float("nan")), ("ngram", 0), ("pass_rate", (0.9, 0.1))]
+)
+def test_a_rule_that_cannot_be_met_is_an_error(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name} is .*; expected"):
+        curate.curate([], tmp_path / "good.jsonl", Rules(**{name: value}))
+
+
+def test_an_answer_column_that_is_named_has_to_be_there(tmp_path):
+    raw = write(tmp_path / "raw.jsonl", [{"prompt": "What is 1 + 1?", "answer": "2"}])
+    with pytest.raises(ValueError, match="rows kept of 1 is 0.*'no column gold': 1"):
+        curate.curate([raw], tmp_path / "good.jsonl", Rules(), recipe=Recipe(answer=("gold",)))
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(*args, **settings):
+        raise OSError(28, "No space left on device")
+
+    raw = write(tmp_path / "raw.jsonl", [{"prompt": "What is 1 + 1?", "answer": "2"}])
+    monkeypatch.setattr(curate.json, "dumps", full)
+    with pytest.raises(OSError, match="not written.*good.jsonl"):
+        curate.curate([raw], tmp_path / "good.jsonl", Rules())
+    assert [p.name for p in tmp_path.iterdir()] == ["raw.jsonl"]
 
 
 def test_planted_duplicates_and_leaks_are_found_and_hardly_anything_else(tmp_path):

@@ -56,6 +56,36 @@ def test_what_is_written_is_read_back_in_order_with_all_columns(tmp_path):
     assert list(found[3].messages) == told
 
 
+def test_columns_of_the_names_of_ours_stay_apart(tmp_path):
+    told = [{"role": "assistant", "content": "It is 4."}]
+    row = {"question": "2+2", "gold": "4", "answer": "as 2+2=4", "messages": told, "response": "4!", "row": 9}
+    recipe = Recipe(check="", answer=("gold",), response=("trace",))
+    (found,) = prompts(made(tmp_path, [row], recipe))
+    assert (found.text, found.answer, found.messages) == ("2+2", "4", ())
+    own = {"origin_answer": "as 2+2=4", "origin_messages": told, "origin_response": "4!", "origin_row": 9}
+    assert found.meta == own | {"source": "sums", "row": "a.jsonl:1"}
+
+
+def test_who_may_read_the_root_may_read_the_rows(tmp_path):
+    folder = Path(made(tmp_path, numbered(1))["folder"])
+    assert folder.stat().st_mode == folder.parent.stat().st_mode
+
+
+@pytest.mark.parametrize("split", ["all", "a b", "x/y", "train[:9]", ""])
+def test_a_split_that_could_not_be_read(tmp_path, split):
+    with pytest.raises(ValueError, match=r"split is .*; expected a word, and not all"):
+        made(tmp_path, files={split: [write(tmp_path / "a.jsonl", numbered(1))]})
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), [("aime24", float("inf")), ("amc", float("nan")), ("minerva", "[{[]: 1}]")]
+)
+def test_a_recipe_takes_any_value_for_an_answer(name, answer):
+    found = prepare.examine({"problem": "Q", "answer": answer}, recipes.RECIPES[name], {})
+    assert found["answer"] == answer if isinstance(answer, str) else found.reason == "empty answer"
+
+
 def test_many_rows_in_several_batches_keep_their_order(tmp_path):
     found = prompts(made(tmp_path, numbered(2500)))
     assert [p.text for p in found] == [f"{i} + 1 =" for i in range(2500)]
@@ -113,6 +143,8 @@ BAD = [
     ({"prompt": "a", "answer": ""}, "empty answer"),
     ({"prompt": "a", "answer": []}, "empty answer"),
     ({"prompt": "a", "answer": None}, "empty answer"),
+    (b'{"prompt": "a", "answer": NaN}', r"empty answer \(nan\)"),
+    (b'{"prompt": "a", "answer": [1, -1e999]}', r"empty answer \(\[1, -inf\]\)"),
     ({"prompt": "a", "answer": {"x": 1}}, "answer is not text"),
     (rb'{"prompt": "half \ud83d", "answer": "1"}', "not UTF-8 .half a character in the prompt"),
     ({"prompt": "a", "answer": "one"}, r"answer does not parse \('one': no digits\)"),
@@ -285,6 +317,7 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch):
         ("orz57k", {"0": {"value": "Q"}, "1": {"ground_truth": {"value": "3"}}}, "Q", "3"),
         ("deepscaler", {"problem": "Q", "answer": "3", "solution": ""}, "Q", "3"),
         ("asdiv", {"body": "Two.", "question": "Sum?", "answer": "9 (apples)"}, "Two. Sum?", "9"),
+        ("asdiv", {"body": None, "question": "Sum?", "answer": "9"}, "Sum?", "9"),
         ("aime24", {"problem": "Q", "answer": 204, "id": 60}, "Q", "204"),
         ("amc", {"problem": "Q", "answer": 142.0}, "Q", "142"),
         ("minerva", {"problem": "Q", "answer": "['9.6\\n']"}, "Q", "9.6"),

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.config import Suite
 from jaxrl_llm.data import tokenizers
-from jaxrl_llm.run import evals
+from jaxrl_llm.run import evals, suites
 from jaxrl_llm.run.evals import Asked, Sample, by_problem, constant, grouped, read, rescored, sample, summary
 from jaxrl_llm.sampler.requests import Answer
 from jaxrl_llm.sampler.sampling import Sampling
@@ -157,12 +157,21 @@ def test_a_file_of_another_evaluation_is_refused(tmp_path):
     assert file.read_bytes() == before
     with pytest.raises(ValueError, match="no such file"):
         read(tmp_path / "none.jsonl")
-    file.write_text('{"settings": {}}\n{"problem": 1}\n{}\n')
+    file.write_text('{"settings": {"suite": "s"}}\n{"problem": 1}\n{}\n')
     with pytest.raises(ValueError, match=r"s.jsonl:2: .*expected a line of jaxrl eval's samples"):
         read(file)
-    file.write_text("{}\n")
-    with pytest.raises(ValueError, match=r"s.jsonl:1: "):
-        read(file)
+    for first in ("{}", '{"settings": {}}', '{"settings": null}', "[]"):
+        file.write_text(f"{first}\n")
+        with pytest.raises(ValueError, match=r"s.jsonl:1: .*expected a line"):
+            read(file)
+
+
+def test_of_a_file_that_was_cut_short_only_whole_problems_are_read(tmp_path):
+    file = tmp_path / "s.jsonl"
+    whole = sample(StandIn(), replace(asked(), settings={"suite": "s", "samples": 4}), 0, file)
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:7]))  # six answers: four, and two of a second
+    (problem,) = {s.problem for s in read(file)[1]}
+    assert read(file)[1] == [s for s in whole if s.problem == problem]
 
 
 def test_a_reward_that_raises_names_the_prompt_and_loses_nothing_that_was_judged(tmp_path):
@@ -276,3 +285,19 @@ def test_an_evaluation_in_an_environment_has_its_turns(monkeypatch):
     assert [s.text for s in samples] == ["abgo on: #12", "c", "ago on: #7", "abgo on: #9"]
     assert [s.correct for s in samples] == [True, False, False, True]
     assert [s.tokens for s in samples] == [7, 2, 5, 6]  # what it has drawn, the ends of turns included
+
+
+def test_two_suites_of_one_name_are_an_error(tmp_path):
+    (tmp_path / "b").mkdir()
+    files = [tmp_path / "s.jsonl", tmp_path / "b" / "s.jsonl"]
+    for file in files:
+        file.write_text('{"prompt": "1+1", "answer": "2"}\n')
+    with pytest.raises(ValueError, match="b/s.jsonl is 'a second suite of its name'; expected another name than 's'"):
+        suites.chosen([str(file) for file in files])
+
+
+def test_a_gold_of_a_suite_that_cannot_be_verified_names_its_line(tmp_path):
+    file = tmp_path / "s.jsonl"
+    file.write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "2+2", "answer": "\\\\frac{"}\n')
+    with pytest.raises(ValueError, match=r"s.jsonl:2.*\\frac\{"):
+        suites.benchmark(file)
