@@ -33,8 +33,7 @@ def test_an_environment_has_its_turns_in_a_pass_rate(monkeypatch, tmp_path):
     assert all(text.startswith("=") for _, text in judged[6:])
     assert {text for text, _ in judged} == {prompts[0].text, prompts[2].text}
     assert set(told) <= {prompts[0].text, prompts[2].text}
-    assert sum("#" in text for _, text in judged[:6]) > 0 or not told
-    assert told
+    assert any("#" in text for _, text in judged[:6])
     for i in (0, 2):
         right = [["#" in text for name, text in part if name == prompts[i].text] for part in (judged[:6], judged[6:])]
         assert found[i] == {"pass_rate": sum(right[0]) / 3, "direct_rate": sum(right[1]) / 3}
