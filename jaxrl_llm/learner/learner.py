@@ -125,8 +125,7 @@ def shaped_rewards(
         R = reward (or the verifier's value) + Σ weight·term
 
     Before them the verifier's rewards, which have got as parts `reward`, if there is one, and each term, without its
-    weight. step: of the run, the
-    critic's pre-training included. Raises ValueError for a number that is not finite.
+    weight. step: of the run, the critic's pre-training included. Raises ValueError for a number that is not finite.
     """
     a, shaping = config.algorithm, config.algorithm.shaping
     values = np.array([r.value for r in rewards], np.float32)

@@ -15,6 +15,7 @@ from jaxrl_llm.sampler.requests import Answer, Group, NextRequest, Request
 from jaxrl_llm.sampler.scoring import begin, gathered, value_of
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, expect
 
+ASK_S = 0.2  # after so long a source that had no request is asked again: a group may have been rejected meanwhile
 Said = str | Sequence[Mapping[str, str]] | None  # text, or messages for the tokenizer's chat template
 Step = Callable[[Prompt, str, str], Said]
 
@@ -40,7 +41,7 @@ def sample(
 
     def hear(wait_for_one: bool) -> None:
         heard = [f for f in turns if f.done()]
-        for future in heard or (wait(turns, return_when=FIRST_COMPLETED).done if wait_for_one else ()):
+        for future in heard or (wait(turns, ASK_S, FIRST_COMPLETED).done if wait_for_one else ()):
             request, group = turns.pop(future), future.result()
             if any(a.finish == CANCELLED for a in group):
                 going_on.append(replace(request, begun=group))

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.sampler.requests import PartialAnswer, Request
+from jaxrl_llm.data import tokenizers
+from jaxrl_llm.sampler import turns
+from jaxrl_llm.sampler.requests import Answer, PartialAnswer, Request
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP
 
 
@@ -107,3 +109,30 @@ def test_the_work_is_linear_in_the_answers_length():
 def test_any_end_of_sequence_token_ends_an_answer(eos):
     request = Request((1,), max_tokens=9, stop=("ab",))
     assert taken(request, [0, 2, eos], [3], Tokenizer(byte_level)) == ([0, 2, eos], EOS)
+
+
+LETTERS = tokenizers.characters("abcdefghijklmn")
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 99])
+@pytest.mark.parametrize(
+    ("text", "drawn", "finish", "whole"),
+    [
+        ("abk", "cdkee", STOP, "abkcdk"),  # the stop of the first turn ends no other
+        ("abkffkh", "abc", CANCELLED, "abkffkhabc"),  # nor do those that were said
+        ("abkffkh", "fa", STOP, "abkffkhf"),  # one that begins in what was said
+        ("abk" + "c" * 60, "chf", STOP, "abk" + "c" * 61 + "hf"),
+        ("ff", "f", STOP, "fff"),
+        ("abk", "~", EOS, "abk"),
+        ("abk", "f~", EOS, "abkf"),
+    ],
+)
+def test_stop_strings_end_the_turn_that_completes_them(text, drawn, finish, whole, at_once):
+    ids = np.array(LETTERS.encode(text), np.int32)
+    begun = Answer(ids, ids * -1.0, ids * 0, CANCELLED)
+    answer = PartialAnswer(Request((2,), max_tokens=99, stop=("ff", "k", "hf"), begun=(begun,)), 0)
+    new = [*LETTERS.encode(drawn.rstrip("~")), *LETTERS.eos_ids * drawn.endswith("~")]
+    while new and answer.open:
+        answer.take(new[:at_once], [-1.0] * len(new[:at_once]), 0, LETTERS)
+        new = new[at_once:]
+    assert (answer.finish, turns.text_of(LETTERS, answer.answer())) == (finish, whole)

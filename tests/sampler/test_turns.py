@@ -20,7 +20,7 @@ from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.run import sft
 from jaxrl_llm.run.modes import Position
 from jaxrl_llm.sampler import decode, groups, turns
-from jaxrl_llm.sampler.requests import NOTHING, Answer, PartialAnswer, Request, check
+from jaxrl_llm.sampler.requests import NOTHING, Answer, Request, check
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, Prompt, Reward, Task
 
 ASKED = tuple(Prompt(i, text) for i, text in enumerate(TEXTS))
@@ -260,6 +260,28 @@ def test_groups_of_other_draws_go_on_while_one_waits():
     assert order[2][2].tolist() == [False, False, True, True, False, False]
 
 
+def test_who_has_nothing_to_be_drawn_is_asked_again_while_the_environment_thinks():
+    """A verdict may come, or the learner take a batch: what is then to be drawn does not wait for a slow tool."""
+    slow, left = Future(), [Request((2,), draw=0)]
+
+    class Engine:
+        tokenizer = TOKENIZER
+
+        def sample(self, next_request, latest=None):
+            while (r := next_request()) is not None:
+                if r.draw:
+                    slow.set_result(None)
+                yield r, (replace(NOTHING, tokens=np.full(1, 3, np.int32), finish=STOP),)
+
+    Step = type("Step", (), {"submit": lambda self, prompt, *of: Future() if prompt.id else slow})
+    threading.Timer(0.1, lambda: left.append(Request((2,), draw=1))).start()
+    never = threading.Timer(20, slow.cancel)  # or it would not end at all
+    never.start()
+    got = turns.sample(Engine(), Step(), lambda r: Prompt(r.draw, ""), lambda: left.pop() if left else None)
+    assert next(got)[0].draw == 0
+    never.cancel()
+
+
 # --- ends of turns, of which a script says what the policy draws ------------------------------------------------------
 
 
@@ -350,30 +372,6 @@ def test_every_column_goes_on():
     assert many.n_tokens.tolist() == [5, 2]
     again = groups.concatenated([replace(many, said=None), many])
     assert again.said.sum(axis=1).tolist() == [0, 0, 2, 0]
-
-
-@pytest.mark.parametrize("at_once", [1, 2, 99])
-@pytest.mark.parametrize(
-    ("text", "drawn", "finish", "whole"),
-    [
-        ("abk", "cdkee", STOP, "abkcdk"),  # the stop of the first turn ends no other
-        ("abkffkh", "abc", CANCELLED, "abkffkhabc"),  # nor do those that were said
-        ("abkffkh", "fa", STOP, "abkffkhf"),  # one that begins in what was said
-        ("abk" + "c" * 60, "chf", STOP, "abk" + "c" * 61 + "hf"),
-        ("ff", "f", STOP, "fff"),
-        ("abk", "~", EOS, "abk"),
-        ("abk", "f~", EOS, "abkf"),
-    ],
-)
-def test_stop_strings_end_the_turn_that_completes_them(text, drawn, finish, whole, at_once):
-    ids = np.array(TOKENIZER.encode(text), np.int32)
-    begun = Answer(ids, ids * -1.0, ids * 0, CANCELLED)
-    answer = PartialAnswer(Request((2,), max_tokens=99, stop=("ff", "k", "hf"), begun=(begun,)), 0)
-    new = [*TOKENIZER.encode(drawn.rstrip("~")), *TOKENIZER.eos_ids * drawn.endswith("~")]
-    while new and answer.open:
-        answer.take(new[:at_once], [-1.0] * len(new[:at_once]), 0, TOKENIZER)
-        new = new[at_once:]
-    assert (answer.finish, turns.text_of(TOKENIZER, answer.answer())) == (finish, whole)
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
