@@ -1,6 +1,6 @@
 """Whether rewards cost a run its time: answers are judged in worker processes while others are drawn.
 
-Of one experiment, batch by batch in turn: the rollout with a verifier that takes no time, the same answers judged by
+Of the demo's shapes with slots for a quarter of a batch, so that answers end all the time, batch by batch in turn: the rollout with a verifier that takes no time, the same answers judged by
 one that takes `--cpu-ms` of CPU each, and both at once, as a run does them. Bound: 1.15 × the longer of the two.
 With --hostile that share of the answers makes the verifier spin until the kernel ends it; printed are whole training
 steps with and without them. Bound: 1.2 ×.
@@ -60,7 +60,8 @@ def main(cpu_ms: float = 50.0, workers: int = 1, batches: int = 5, hostile: floa
     """
     config = configs.load(EXPERIMENT)
     algorithm = replace(config.algorithm, group_filter=None)
-    learner = build(replace(config, algorithm=algorithm, prime=None))
+    quarter = replace(config.rollout, slots=config.rollout.prompts * config.rollout.group_size // 4)
+    learner = build(replace(config, algorithm=algorithm, rollout=quarter, prime=None))  # a policy that writes on and on
     limits = {"cpu_s": cpu_s, "workers": workers}
     judge = isolated(partial(busy, cpu_ms=cpu_ms), **limits)
     judged_by = lambda reward: replace(learner, task=replace(learner.task, reward=reward))
