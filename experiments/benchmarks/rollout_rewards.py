@@ -1,7 +1,8 @@
 """Whether rewards cost a run its time: answers are judged in worker processes while others are drawn.
 
-Of the demo's shapes with slots for a quarter of a batch, so that answers end all the time, batch by batch in turn: the rollout with a verifier that takes no time, the same answers judged by
-one that takes `--cpu-ms` of CPU each, and both at once, as a run does them. Bound: 1.15 × the longer of the two.
+Of the demo's shapes with slots for a quarter of a batch, so that answers end all the time, batch by batch in turn: the
+rollout with a verifier that takes no time, the same answers judged by one that takes `--cpu-ms` of CPU each, and both
+at once, as a run does them. Bound: 1.15 × the longer of the two.
 With --hostile that share of the answers makes the verifier spin until the kernel ends it; printed are whole training
 steps with and without them. Bound: 1.2 ×.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxrl_llm.config.values import unbound
 from jaxrl_llm.objective import advantages, corrections, filters, losses, token_weights
-from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic, PromptChoice, Shaping, Updates
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic, PromptChoice, Shaping, Term, Updates
 from jaxrl_llm.reports import latex
 from jaxrl_llm.rewards import length
 
@@ -44,6 +44,9 @@ your own is an `Algorithm` with your functions. This page is made from the code 
 
 def _show(value: Any) -> str:
     """A field's value: a function by its name and the keywords that are not its defaults, a dataclass likewise."""
+    if isinstance(value, Term):
+        weight = "" if value.weight == 1 else f"{_show(value.weight)}·"
+        return f"{weight}{_show(value.fn)}" + f" after {value.warmup} steps" * bool(value.warmup)
     if dataclasses.is_dataclass(value) or callable(value):
         fn, keywords = (type(value), vars(value)) if dataclasses.is_dataclass(value) else unbound(value)
         default = {k: p.default for k, p in inspect.signature(fn).parameters.items()}
@@ -57,9 +60,16 @@ def _show(value: Any) -> str:
 
 
 def _values(a: Algorithm) -> dict[str, Any]:
-    """Every field's value by name; a group (`shaping`, `prompts`, `updates`) gives its fields in place of itself."""
+    """Every field's value by name; a group (`shaping`, `prompts`, `updates`) and `terms` give what is in them."""
     fields = lambda name, value: vars(value) if name in GROUPS else {name: value}
-    return {k: v for field in vars(a).items() for k, v in fields(*field).items()}
+    values = {k: v for field in vars(a).items() for k, v in fields(*field).items()}
+    return values | {f"term {name}": term for name, term in values.pop("terms").items()}
+
+
+def _function(value: Any) -> Callable | None:
+    """The function that a field's value is, without what a partial has bound."""
+    fn = value.fn if isinstance(value, Term) else value
+    return unbound(fn)[0] if callable(fn) else None
 
 
 def _facts(a: Algorithm) -> dict[str, str]:
@@ -86,14 +96,14 @@ def _phrase(field: str, text: str, quote: str = "") -> str:
 def differences(a: Algorithm, base: Algorithm) -> list[str]:
     """The fields in which two rows differ, the first's values as words: `loss gspo`, `no KL`."""
     other = _facts(base)
-    return [_phrase(field, text, "`") for field, text in _facts(a).items() if text != other[field]]
+    return [_phrase(field, text, "`") for field, text in _facts(a).items() if text != other.get(field)]
 
 
 def _extras(a: Algorithm) -> list[str]:
     """What the columns of `table` do not say, the most telling first."""
-    changed = {k: v for k, v in list(_facts(a).items())[4:] if v != DEFAULTS[k]}
+    changed = {k: v for k, v in list(_facts(a).items())[4:] if v != DEFAULTS.get(k)}
     order = sorted(changed, key=lambda k: ("critic", "KL", "correction", "group_filter", k).index(k))  # stable
-    named = {k: unbound(v)[0].__name__ for k, v in _values(a).items() if callable(v)}
+    named = {k: fn.__name__ for k, v in _values(a).items() if (fn := _function(v))}
     return ["critic" if k == "critic" else named.get(k) or _phrase(k, changed[k]) for k in order]
 
 
@@ -129,7 +139,7 @@ def table() -> str:
 
 def describe(name: str, a: Algorithm) -> str:
     """A row in full: its fields that differ from the defaults, and what its functions say of themselves."""
-    shown = [(k, v) for k, v in _facts(a).items() if v != DEFAULTS[k] or k in ("advantage", "loss", "norm")]
+    shown = [(k, v) for k, v in _facts(a).items() if v != DEFAULTS.get(k) or k in ("advantage", "loss", "norm")]
     width = max(len(k) for k, _ in shown)
     source = f"https://arxiv.org/abs/{a.paper}" if re.fullmatch(r"\d{4}\.\d{5}", a.paper) else a.paper
     lines = [f"{name}  {source}", "", *(f"  {k:<{width}}  {v}" for k, v in shown)]
@@ -141,7 +151,7 @@ def describe(name: str, a: Algorithm) -> str:
 
 def _functions(a: Algorithm) -> list[Callable]:
     default = _values(_PLAIN_ROW) | dict.fromkeys(("advantage", "loss"))
-    values = [unbound(v)[0] for k, v in _values(a).items() if callable(v) and v is not default[k]]
+    values = [_function(v) for k, v in _values(a).items() if _function(v) and v is not default.get(k)]
     return values + [losses.kl] * a.needs_reference + [losses.value_loss] * (a.critic is not None)
 
 
@@ -247,7 +257,7 @@ def page() -> str:
     sections["Groups, prompts and forms"] = (None, list(dict.fromkeys(others)))
     loss = latex.fence(_paragraphs(losses.__doc__, block=True)[0], OURS)
     out = [INTRODUCTION.format(loss=loss).strip(), _methods()]
-    for cls in (Algorithm, Shaping, PromptChoice, Updates, Critic):
+    for cls in (Algorithm, Shaping, Term, PromptChoice, Updates, Critic):
         out += [f"## Fields of `{cls.__name__}`", _linked(inspect.cleandoc(cls.__doc__)), _fields(cls)]
     out += ["## Token weights", *_weights()]
     for title, (module, functions) in sections.items():
