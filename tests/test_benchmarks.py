@@ -18,6 +18,7 @@ LEAST = {
     "rewards": ("--answers", "100", "--hostile", "0.03"),
     "rl_step": ("--prompt-len", "16", "--steps", "1"),
     "rl_step --ragged": ("--steps", "1"),
+    "rollout_rewards": ("--batches", "1", "--cpu-ms", "1"),
     "sampler": ("--remote", "--repeats", "1"),
     "tpu_compile": ("--topology=v5e:2x2", "--fsdp=4", "--preset=smollm2-135m", "--prompts=4", "--prompt-tokens=128"),
 }

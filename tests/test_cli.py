@@ -535,7 +535,7 @@ def test_problems_are_chosen_by_what_a_policy_answers(run, tmp_path):
     assert len((tmp_path / "good.jsonl").read_text().splitlines()) == 3
     succeeds("curate", *where, *policy)
     assert (tmp_path / "good.jsonl").read_text() == first  # the same answers are drawn again
-    error = fails("curate", *where, *policy, "--pass-rate", "2", "3")
+    error = fails("curate", *where, *policy, "--pass-rate", "0.01", "0.02")
     assert "rows kept of 9 is 0; expected at least one; dropped: {" in error
     assert "sources is (); expected at least one" in fails("curate", "--out", tmp_path / "x.jsonl")
 

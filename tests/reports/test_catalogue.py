@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from jaxrl_llm.objective import advantages, corrections, losses
-from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic, PromptChoice, Shaping, Updates
+from jaxrl_llm.objective.algorithms import ALGORITHMS, Algorithm, Critic, PromptChoice, Shaping, Term, Updates
 from jaxrl_llm.objective.token_weights import NORMS
 from jaxrl_llm.reports import catalogue, latex
 
@@ -101,7 +101,7 @@ def test_rows_of_the_table_by_hand():
             "dapo",
             [
                 "loss `ppo_clip(clip_high=0.28)`", "norm `token`", "no KL", "signed reward",
-                "length reward `soft_overlong(cache_len=4096)`", "group filter `mixed`", "updates per batch `16`",
+                "group filter `mixed`", "updates per batch `16`", "term overlong `soft_overlong(cache_len=4096)`",
             ],
         ),
         (
@@ -142,7 +142,9 @@ def test_every_field_makes_a_difference():
             "parts",
         ):  # but for the first: they need a function that asks
             continue
-        if isinstance(value, bool):
+        if f.name == "terms":
+            changed = {"mine": Term(lambda text: 0.0)}
+        elif isinstance(value, bool):
             changed = not value
         elif isinstance(value, int | float):
             changed = value + 1
