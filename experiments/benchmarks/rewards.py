@@ -1,7 +1,8 @@
 r"""Verdicts of rewards.answers: false ones, and what hostile answers cost when workers hold them.
 
 Without --data: answers of known verdict, of which a share is hostile (they would take for ever, all memory, or the
-process), are scored in workers; the same is done without the hostile ones. Printed are both times, their bound, which
+process; half of them have a gold of their own kind, so that the guards let them through to math-verify), are scored in
+workers; the same is done without the hostile ones. Printed are both times, their bound, which
 is the time without + hostile × cpu_s / workers + 1 s, both also as CPU time, the outcomes, the verdicts that changed
 (none should), and the memory of the workers' zygote and of this process before and after.
 
@@ -27,7 +28,7 @@ import tyro
 from jaxrl_llm.rewards import answers, workers
 from jaxrl_llm.types import EOS, Prompt
 
-HOSTILE = [  # what stands in the box; the gold is x^2+\sqrt{2}, or what the second says
+HOSTILE = [  # what stands in the box
     *("9^{9^{9^9}}", "9^9^9^9", "(10^8)!", "10^8!",),
     *("9^{9^{9^{9^9}}}+x", "5^{(5^{(5^{(5^5)})}-4)}", "((9!)!)!", "(3!)!!!!!!",),
     *("{" * 10_000, "{" * 10_000 + "x" + "}" * 10_000, "(" * 1000 + "x" + ")" * 1000,),
@@ -104,7 +105,8 @@ def problems(n: int, hostile: float, seed: int = 0) -> list[tuple[Prompt, str, b
         good = rng.random() < 0.5
         out.append((Prompt(i, "", gold), rf"So it is \boxed{{{right if good else wrong}}}.", good))
     for k, i in enumerate(rng.sample(range(n), round(n * hostile))):
-        out[i] = Prompt(i, "", GOLD), rf"\boxed{{{HOSTILE[k % len(HOSTILE)]}}}", None
+        text = HOSTILE[5 * k % len(HOSTILE)]
+        out[i] = Prompt(i, "", f"{text}{text}+x" if k % 2 else GOLD), rf"\boxed{{{text}}}", None
     return out
 
 

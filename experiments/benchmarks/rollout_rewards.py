@@ -3,10 +3,11 @@
 Of the demo's shapes with slots for a quarter of a batch, so that answers end all the time, batch by batch in turn: the
 rollout with a verifier that takes no time, the same answers judged by one that takes `--cpu-ms` of CPU each, and both
 at once, as a run does them. Bound: 1.15 × the longer of the two.
-With --hostile that share of the answers makes the verifier spin until the kernel ends it; printed are whole training
-steps with and without them. Bound: 1.2 ×.
+With --hostile that share of the answers is replaced by hostile ones before math-verify judges them; printed are whole
+training steps with and without them. Bound: 1.2 ×. With --spin the verifier spins on them until the kernel ends it.
 
-Command: python experiments/benchmarks/rollout_rewards.py [--cpu-ms 50] [--workers 1] [--batches 5] [--hostile 0.02]
+Command: python experiments/benchmarks/rollout_rewards.py [--cpu-ms 50] [--workers 1] [--batches 5]
+     or: python experiments/benchmarks/rollout_rewards.py --hostile 0.02 --workers 2 [--spin]
 """
 
 import hashlib
@@ -17,10 +18,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import rewards
 import tyro
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.learner.learner import build, fresh_state
+from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.workers import isolated
 from jaxrl_llm.run import metrics, modes, trainer
 from jaxrl_llm.run.modes import Position
@@ -30,13 +33,28 @@ from jaxrl_llm.types import EOS, Prompt, Reward
 EXPERIMENT = Path(__file__).parents[1] / "laptop_dapo.py"
 
 
-def busy(prompt: Prompt, text: str, finish: str, cpu_ms: float = 50.0, hostile: float = 0.0) -> Reward:
-    """Computes for so long; a share of the answers, which their text decides, for ever."""
+def busy(prompt: Prompt, text: str, finish: str, cpu_ms: float = 50.0) -> Reward:
+    """Computes for so long."""
     end = time.process_time() + cpu_ms / 1000
-    share = int.from_bytes(hashlib.blake2b(f"{prompt.text} {text}".encode(), digest_size=4).digest(), "big") / 2**32
-    while time.process_time() < end or share < hostile:
+    while time.process_time() < end:
         pass
-    return Reward(float(share > 0.5), share > 0.5, text)
+    return Reward(float(number(prompt, text) % 2), False, text)
+
+
+def number(prompt: Prompt, text: str) -> int:
+    """That of an answer, the same in every run."""
+    return int.from_bytes(hashlib.blake2b(f"{prompt.text} {text}".encode(), digest_size=6).digest(), "big")
+
+
+def mathematical(prompt: Prompt, text: str, finish: str, hostile: float = 0.0, spin: bool = False) -> Reward:
+    """math-verify's verdict, of a share of the answers after they have become hostile."""
+    n = number(prompt, text)
+    if n % 10_000 < hostile * 10_000:
+        while spin:
+            pass
+        text = rf"\boxed{{{rewards.HOSTILE[n // 10_000 % len(rewards.HOSTILE)]}}}"
+    verdict = answers.reward(prompt, text, finish, last=True)
+    return replace(verdict, value=float(n % 2))  # an advantage in every group
 
 
 def free(prompt: Prompt, text: str, finish: str) -> Reward:
@@ -50,13 +68,21 @@ def table(rows: dict[str, list[float]], reference: float, bound: float) -> None:
     print(f"  ratio {ratio:.3f}, bound {bound}: {'met' if ratio <= bound else 'NOT met'}")
 
 
-def main(cpu_ms: float = 50.0, workers: int = 1, batches: int = 5, hostile: float = 0.0, cpu_s: float = 0.5) -> None:
+def main(
+    cpu_ms: float = 50.0,
+    workers: int = 1,
+    batches: int = 5,
+    hostile: float = 0.0,
+    spin: bool = False,
+    cpu_s: float = 0.5,
+) -> None:
     """
     Args:
-        cpu_ms: of the verifier, for each answer.
+        cpu_ms: of the verifier, for each answer; not with --hostile.
         workers: processes that judge.
         batches: batches, or training steps, of each kind.
-        hostile: share of answers on which the verifier never ends.
+        hostile: share of answers that are hostile.
+        spin: whatever they are, the verifier never ends on them.
         cpu_s: after which the kernel ends it.
     """
     config = configs.load(EXPERIMENT)
@@ -64,22 +90,15 @@ def main(cpu_ms: float = 50.0, workers: int = 1, batches: int = 5, hostile: floa
     quarter = replace(config.rollout, slots=config.rollout.prompts * config.rollout.group_size // 4)
     learner = build(replace(config, algorithm=algorithm, rollout=quarter, prime=None))  # a policy that writes on and on
     limits = {"cpu_s": cpu_s, "workers": workers}
-    judge = isolated(partial(busy, cpu_ms=cpu_ms), **limits)
     judged_by = lambda reward: replace(learner, task=replace(learner.task, reward=reward))
     with jax.set_mesh(learner.mesh):
         state = fresh_state(learner)
         engine = trainer.make_engine(learner, state.params)
         if hostile:
-            steps(
-                judged_by,
-                state,
-                engine,
-                judge,
-                isolated(partial(busy, cpu_ms=cpu_ms, hostile=hostile), **limits),
-                batches,
-            )
+            kinds = (partial(mathematical, hostile=share, spin=spin) for share in (0.0, hostile))
+            steps(judged_by, state, engine, *(isolated(kind, **limits) for kind in kinds), batches)
         else:
-            rollouts(judged_by, engine, judge, batches)
+            rollouts(judged_by, engine, isolated(partial(busy, cpu_ms=cpu_ms), **limits), batches)
 
 
 def rollouts(judged_by, engine, judge, batches: int) -> None:

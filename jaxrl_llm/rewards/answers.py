@@ -11,6 +11,7 @@ import ast
 import contextlib
 import itertools
 import logging
+import math
 import re
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -107,7 +108,9 @@ def equal(gold: str, answer: str, percent: bool = True, rounding: int = 6, evalu
     letters = set(_LETTER.findall(gold))
     if letters & {c.upper() for c in letters if c.islower()}:  # math-verify takes N for n
         gold, answer = (_LETTER.sub(lambda m: m[0] if m[0].islower() else f"{m[0]}_{{0}}", s) for s in (gold, answer))
-    return not _refused(gold, answer, evaluated) and _verify(gold, answer, rounding)
+    if _unbounded(answer, gold) or _refused(gold, answer, evaluated):
+        return False
+    return _verify(gold, answer, rounding)
 
 
 def _close(a: Fraction, b: Fraction, decimal: bool, rounding: int) -> bool:
@@ -145,6 +148,49 @@ def _refused(gold: str, answer: str, evaluated: bool) -> bool:
     number, last = _scientific(_assigned(gold, True)), _scientific(_assigned(answer))
     exact = "." in number and re.search(r"\\(?:sqrt|pi|ln|log|exp|sin|cos|tan)|e\^", last)  # of a gold that is rounded
     return evaluated and bool(_LITERAL.fullmatch(number)) and bool(_WORK.search(last)) and not exact
+
+
+_OPERATOR = re.compile(r"\\[a-zA-Z]+|[-+*/^_!=|&,]")
+_POWER = re.compile(r"(?<![\w.])(\d{1,9})\s*\^\s*(?:\{\s*(\d{1,4})\s*\}|(\d))")
+_VAST = re.compile(r"\^[\s{(-]*(?:\d{5}|\d+\s*\^[\s{(-]*\d)|\d{5,}\s*!|\\[dt]?binom\s*\{\s*\d{5}|\d[eE][-+]?\d{4}")
+
+
+def _unbounded(answer: str, gold: str) -> bool:
+    r"""Whether an answer is so much larger than the gold that math-verify may not come to an end with it.
+
+    That is one with 40 operators more than four times the gold's, or, unless the gold is such a one too, a tower of
+    four powers, or a number beyond what is computed: 9^{9^9}, 10^8!, (x+1)^{10^6}.
+    """
+    if len(_OPERATOR.findall(answer)) > 40 + 4 * len(_OPERATOR.findall(gold)):
+        return True
+    return (_tower(answer) > 3 or _vast(answer)) and not (_tower(gold) > 3 or _vast(gold))
+
+
+def _tower(text: str) -> int:
+    """How many powers stand in each other's exponents."""
+    powers, most = [], 0
+    for sign in re.findall(r"\^\s*[{(]?|[{}()]", text):
+        if sign in "})":
+            powers and powers.pop()
+        elif sign != "^":
+            powers.append(sign[0] == "^")
+            most = max(most, sum(powers))
+    return most
+
+
+def _vast(text: str) -> bool:
+    """Whether an exponent, or the number of a factorial or a binomial, has five digits, powers of numbers evaluated."""
+
+    def value(found: re.Match) -> str:
+        n, power = int(found[1]), int(found[2] or found[3])
+        return str(n**power) if power * math.log10(max(n, 1)) < 15 else found[0]
+
+    before = None
+    while before != text:
+        before = text
+        text = re.sub(r"\(\s*(\d+)\s*\)", r" \1 ", _POWER.sub(value, text))
+        text = re.sub(r"(?<!\d)(\d)!", lambda digit: str(math.factorial(int(digit[1]))), text)
+    return bool(_VAST.search(text))
 
 
 def _base(text: str) -> tuple[str, int] | None:

@@ -225,6 +225,35 @@ def test_hostile_answers_are_worth_nothing_and_harm_no_other():
     assert any(r.outcome == "timed_out" for r in hostile(100, 0.12))
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "asked"),
+    [
+        ("x^2", "9^{9^9}", False),
+        ("x^2", "5^{(5^{(5^{(5^5)})}-4)}", False),
+        ("x^2", "(10^8)!", False),
+        ("x^2", "((9!)!)!", False),
+        ("x^2", "(x+1)^{10^6}", False),
+        ("x^2", r"\binom{10^9}{2}", False),
+        ("x^2", "e^{e^{e^{e^{x}}}}", False),
+        ("x^2", "x!" * 60, False),
+        ("9^{9^9}", "9^{9^9}+x", True),
+        ("x!" * 60, "x!" * 61, True),
+        ("2x^{2004}", "2004^{2004}x", True),
+        ("x!", r"\frac{2004!}{1999!}", True),
+        ("x", "10^{100}x", True),
+        ("x", "2^{2^{10}}x", True),
+        ("x", "e^{-x^{2^x}}", True),
+        ("x", r"\binom{1000}{50}x", True),
+        ("x", "+".join(["x"] * 40), True),
+    ],
+)
+def test_what_math_verify_may_not_end_with_is_not_asked(monkeypatch, gold, answer, asked):
+    verified = []
+    monkeypatch.setattr(answers, "_verify", lambda *pair: verified.append(pair) or False)
+    assert not answers.equal(gold, answer)
+    assert bool(verified) == asked
+
+
 @pytest.mark.slow
 def test_ten_thousand_answers():
     hostile(10_000, 0.02)
