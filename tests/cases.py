@@ -4,6 +4,7 @@ import socket
 from functools import partial
 
 import numpy as np
+import pytest
 
 from jaxrl_llm.config import Config, Rollout
 from jaxrl_llm.data import tasks
@@ -23,6 +24,11 @@ CONFIG = Config(
     steps=4,
 )
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0], np.float32)
+
+
+def slow(*values):
+    """A case of a parametrized test that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def rollouts_of(lengths, finish=None, prompts=2, limit=10):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from cases import slow
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxrl_llm
@@ -890,7 +891,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", disk], check=True)
 
 
-@pytest.mark.parametrize("free_kb", [0, 8, 24, 60, 1200, 1500])
+@pytest.mark.parametrize("free_kb", [slow(0), slow(8), 24, slow(60), slow(1200), 1500])
 def test_a_full_disk_is_one_line_and_with_room_the_run_goes_on(experiment, tmp_path, whole, small_disk, free_kb):
     disk, make_room = small_disk
     (disk / "ballast").write_bytes(b"x" * 1024 * (3072 - free_kb))

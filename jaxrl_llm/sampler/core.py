@@ -16,11 +16,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxrl_llm.models import attention, lora, moe, transformer
+from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.logprobs import tempered_logits
 from jaxrl_llm.models.quantize import dequantized
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel.sharding import constrain
-from jaxrl_llm.sampler import cache
+from jaxrl_llm.sampler import cache, page_attention
 from jaxrl_llm.sampler.cache import KEYS_TOKENS, KEYS_WIDTH, VALUES_TOKENS, VALUES_WIDTH, Cached, token_capacity
 from jaxrl_llm.sampler.sampling import Draw, sample
 
@@ -51,6 +52,14 @@ class DecodeState(NamedTuple):
     suffixes: KeysValues  # [N,K,C,T], [N,K,T,C]
     answers: Answers
     step: Int[Array, ""]  # decoding steps so far, the clock of all rows
+
+
+class PagedState(NamedTuple):
+    """The same with pages in place of prefixes and rings: see page_attention.py."""
+
+    pools: tuple[page_attention.Pool, ...]  # of each layer
+    answers: Answers
+    step: Int[Array, ""]
 
 
 class Rows(NamedTuple):
@@ -118,11 +127,14 @@ def init(config: ModelConfig, kv_dtype: str, prefixes: int, size: int, rows: int
         values = lambda: _split(cache.in_dtype(zeros(tokens, config.head_width), kv_dtype, VALUES_WIDTH))
         return tuple((keys(), values()) for _ in range(config.layers))
 
-    zeros = lambda n=rows, dtype=jnp.int32: _split(jnp.zeros(n, dtype))
+    lengths = _split(jnp.zeros(prefixes, jnp.int32))
+    return DecodeState(Prefixes(empty(prefixes, size), lengths), empty(rows, columns), _no_answers(rows), jnp.int32(0))
+
+
+def _no_answers(rows: int) -> Answers:
+    zeros = lambda dtype=jnp.int32: _split(jnp.zeros(rows, dtype))
     keys = _split(jnp.broadcast_to(jax.random.key(0), rows))
-    draw = Draw(keys, zeros(dtype=jnp.float32), zeros(), zeros(dtype=jnp.float32))
-    answers = Answers(zeros(), zeros(), zeros(), zeros(dtype=bool), draw)
-    return DecodeState(Prefixes(empty(prefixes, size), zeros(prefixes)), empty(rows, columns), answers, jnp.int32(0))
+    return Answers(zeros(), zeros(), zeros(), zeros(bool), Draw(keys, zeros(jnp.float32), zeros(), zeros(jnp.float32)))
 
 
 def _split(tree: Any) -> Any:
@@ -222,29 +234,54 @@ def decode_k(
     filtered: some row has a top-k or top-p filter. lanes, lane_of_row: see `View`. forced: tokens to be taken in place
     of drawing, negative where to draw. record: the routers' choices are returned too, of a mixture of experts.
     """
-    model, blocks = _blocks(config, params)
-    head = model.head_matrix()
-    (rows, steps), columns = forced.shape, token_capacity(state.suffixes[0][1])
-    prefixes, answers = state.prefixes, state.answers
-    eos = jnp.asarray(eos_ids, jnp.int32)
+    prefixes, columns = state.prefixes, token_capacity(state.suffixes[0][1])
     lengths = jax.vmap(lambda n, p: n[p // lanes.shape[2]])(prefixes.lengths.reshape(lanes.shape[:2]), lane_of_row)
-    first = lengths.reshape(-1) + state.step - answers.start
-    # Of all the steps at once: within the loop XLA would compute a cosine and a sine for each head and layer again.
-    angles = transformer.rope(first[None] + jnp.arange(steps)[:, None], config)
 
-    def one(carry: tuple[Array, KeysValues, Answers, Drawn]) -> tuple[Array, KeysValues, Answers, Drawn]:
-        i, kv, s, out = carry
-        step = state.step + i
-        count = step - s.start  # tokens that a live answer has
-        column = step % columns
+    def attends(step: Int[Array, ""], answers: Answers) -> list[Attend]:
+        column, count = step % columns, step - answers.start
         age = (column - jnp.arange(columns)) % columns
         view = cache.View(prefixes.lengths, lanes, lane_of_row, column, age[None] <= count[:, None])
         attend = cache.decode(view)
+        return [lambda q, k, v, suffix, prefix=prefix: attend(q, k, v, (prefix, suffix)) for prefix in prefixes.kv]
+
+    start = state.suffixes, state.answers, state.step
+    suffixes, answers, step, drawn = draw_k(
+        config, eos_ids, filtered, params, start, lengths.reshape(-1), attends, forced, record
+    )
+    return DecodeState(prefixes, suffixes, answers, step), drawn
+
+
+def draw_k(
+    config: ModelConfig,
+    eos_ids: tuple[int, ...],
+    filtered: bool,
+    params: Any,
+    start: tuple[Any, Answers, Int[Array, ""]],
+    lengths: Int[Array, " N"],
+    attends: Callable[[Int[Array, ""], Answers], list[Attend]],
+    forced: Int[Array, "N k"],
+    record: bool,
+) -> tuple[Any, Answers, Int[Array, ""], Drawn]:
+    """The loop of `decode_k`, whatever keeps keys and values.
+
+    start: what keeps them, of each layer; the answers; the clock.  lengths: of the prompts without their last tokens.
+    attends: each layer's attention at a clock's reading.
+    """
+    model, blocks = _blocks(config, params)
+    head = model.head_matrix()
+    (rows, steps), (caches, answers, clock) = forced.shape, start
+    eos = jnp.asarray(eos_ids, jnp.int32)
+    # Of all the steps at once: within the loop XLA would compute a cosine and a sine for each head and layer again.
+    angles = transformer.rope((lengths + clock - answers.start)[None] + jnp.arange(steps)[:, None], config)
+
+    def one(carry: tuple[Array, Any, Answers, Drawn]) -> tuple[Array, Any, Answers, Drawn]:
+        i, kv, s, out = carry
+        count = clock + i - s.start  # tokens that a live answer has
         here = jax.tree.map(lambda a: a[i][:, None], angles)
         x, new, routed = model.embedded(s.token[:, None]), [], []
-        for block, prefix, suffix in zip(blocks, prefixes.kv, kv, strict=True):
-            x, suffix, router = block(x, here, attend, (prefix, suffix))
-            new.append(suffix)
+        for block, attend, layer in zip(blocks, attends(clock + i, s), kv, strict=True):
+            x, layer, router = block(x, here, attend, layer)
+            new.append(layer)
             routed.append(router)
         with jax.named_scope("sample"):
             logits = tempered_logits(model.norm(x)[:, 0], head, 1.0)
@@ -262,5 +299,57 @@ def decode_k(
     unrouted = zeros(moe.id_dtype(config.experts), *routes) if record else None
     nothing = Drawn(zeros(jnp.int32), zeros(jnp.float32), jnp.zeros_like(answers.limit), answers.live, unrouted)
     go = lambda c: (c[0] < steps) & c[2].live.any()
-    done, suffixes, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), state.suffixes, answers, nothing))
-    return DecodeState(prefixes, suffixes, answers, state.step + done), drawn
+    done, caches, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), caches, answers, nothing))
+    return caches, answers, clock + done, drawn
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def init_pages(config: ModelConfig, kv_dtype: str, pages: int, size: int, rows: int) -> PagedState:
+    """Empty pages, which the rows' tables share out, and empty rows."""
+    zeros = page_attention.init(config, kv_dtype, pages, size)
+    on_mesh = lambda pool: jax.tree.map(lambda x: constrain(x, *page_attention.axes(pool)), pool)
+    return PagedState(tuple(map(on_mesh, zeros)), _no_answers(rows), jnp.int32(0))
+
+
+def extend(
+    config: ModelConfig, params: Any, pools: Any, tokens: Int[Array, "N B"], blocks: page_attention.Blocks
+) -> tuple[page_attention.Pool, ...]:
+    """The pools with the keys and values of more tokens of some rows, which read what their rows have before them."""
+    model, layers = _blocks(config, params)
+    positions = blocks.ends[:, None] - tokens.shape[1] + jnp.arange(tokens.shape[1])[None]
+    angles, attend = transformer.rope(positions, config), page_attention.paged(config, blocks)
+    x, out = model.embedded(tokens), []
+    for layer, pool in zip(layers, pools, strict=True):
+        x, pool, _ = layer(x, angles, attend, pool)
+        out.append(pool)
+    return tuple(out)
+
+
+def copy_pages(pools: Any, source: Int[Array, " Q"], to: Int[Array, " Q"]) -> tuple[page_attention.Pool, ...]:
+    """The pools with whole pages copied in every layer; those to be copied past the end are dropped (padding)."""
+    return tuple(page_attention.copied(pool, source, to) for pool in pools)
+
+
+def decode_pages(
+    config: ModelConfig,
+    eos_ids: tuple[int, ...],
+    filtered: bool,
+    params: Any,
+    state: PagedState,
+    table: Int[Array, "N W"],
+    lengths: Int[Array, " N"],
+    forced: Int[Array, "N k"],
+    record: bool = False,
+) -> tuple[PagedState, Drawn]:
+    """`decode_k` over pages, which each row's table has for all that this call may write. lengths: as in `draw_k`."""
+
+    def attends(step: Int[Array, ""], answers: Answers) -> list[Attend]:
+        ends = jnp.where(answers.live, lengths + step - answers.start + 1, 1)
+        blocks = page_attention.Blocks(table, ends, answers.live[:, None])
+        return [page_attention.paged(config, blocks)] * config.layers
+
+    start = state.pools, state.answers, state.step
+    *after, drawn = draw_k(config, eos_ids, filtered, params, start, lengths, attends, forced, record)
+    return PagedState(*after), drawn

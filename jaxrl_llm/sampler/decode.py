@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler import weights
+from jaxrl_llm.sampler.pages import make_slots
 from jaxrl_llm.sampler.requests import Group, NextRequest, PartialAnswer, Request, check
 from jaxrl_llm.sampler.sampling import Sampling
-from jaxrl_llm.sampler.slots import ActiveGroup, Slots, check_sizes
+from jaxrl_llm.sampler.slots import ActiveGroup, check_sizes
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class LocalEngine:
     exact: bool = False
     mesh: Mesh | None = None
     record_experts: bool = False  # answers have the choices of a mixture of experts' routers, `Answer.experts`
+    cache: str = "ring"  # of keys and values: see cache.py; or pages: see pages.py
+    kv_tokens: int = 0  # that pages hold; 0: as many as the device has room for, at most those of all slots
+    page_tokens: int = 0  # of a page; 0: by the longest answer
+    prefill_tokens: int = 4096  # of prompts in one call, with pages
 
     __post_init__ = check_sizes
 
@@ -52,7 +57,7 @@ class LocalEngine:
         `latest`: the weights to use, asked before each call, so that they may change while answers are being drawn.
         `script`: the tokens that an answer of a request shall have instead of drawn ones, if any.
         """
-        slots, latest = Slots(self), latest or (lambda: self.weights)
+        slots, latest = make_slots(self), latest or (lambda: self.weights)
         waiting: deque[PartialAnswer] = deque()
         longest_prompt, longest = self.max_prompt_tokens or None, self.max_tokens if self.exact else None
         while True:

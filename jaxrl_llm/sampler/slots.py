@@ -37,8 +37,12 @@ def check_sizes(config: Any) -> None:
     """ValueError if slots cannot be made for this SlotConfig or `decode.LocalEngine`."""
     for name in ("slots", "max_tokens", "tokens_per_call"):
         expect(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
-    sized = config.max_prompt_tokens > 0 or not config.exact
-    expect(sized, "max_prompt_tokens", config.max_prompt_tokens, "a positive number for exact")
+    sized = config.max_prompt_tokens > 0 or not (config.exact or config.cache == "pages")
+    expect(sized, "max_prompt_tokens", config.max_prompt_tokens, "a positive number for exact and for pages")
+    expect(config.cache in ("ring", "pages"), "cache", config.cache, "ring or pages")
+    for name in ("kv_tokens", "page_tokens"):
+        expect(getattr(config, name) >= 0, name, getattr(config, name), "0 or a positive number")
+    expect(config.prefill_tokens >= 1, "prefill_tokens", config.prefill_tokens, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,10 @@ class SlotConfig:
     exact: bool = False  # see `decode.LocalEngine`
     mesh: Mesh | None = None
     record_experts: bool = False  # see `decode.LocalEngine`
+    cache: str = "ring"  # or pages: see `decode.LocalEngine`, also for the next three
+    kv_tokens: int = 0
+    page_tokens: int = 0
+    prefill_tokens: int = 4096
 
     __post_init__ = check_sizes
 
@@ -97,7 +105,7 @@ _insert_rows = jax.jit(core.insert_rows, donate_argnums=0)
 _insert_suffixes = jax.jit(core.insert_suffixes, donate_argnums=0)
 _repack_prefixes = jax.jit(core.repack_prefixes, static_argnums=2)  # other shapes: nothing to donate
 _repack_suffixes = jax.jit(core.repack_suffixes, static_argnums=3)
-_repack_answers = jax.jit(core.repack_answers)
+repack_answers = jax.jit(core.repack_answers)
 _decode = jax.jit(core.decode_k, static_argnums=(0, 1, 2, 8), donate_argnums=4)
 
 
@@ -133,6 +141,62 @@ def _rows_of(answers: dict[int, PartialAnswer], n: int) -> core.Rows:
     )
 
 
+# --- of slots with any cache
+
+
+def inserted(state: Any, answers: dict[int, PartialAnswer], rows: int) -> core.Answers:
+    """The device's rows once these answers are in them."""
+    return _insert_rows(state.answers, state.step, _rows_of(answers, rows))
+
+
+def of_shards(entries: list, shards: int, taken: bool = True) -> list[list[int]]:
+    """For each shard the numbers of its rows, or prefixes, that are taken; or of those that are free."""
+    n = len(entries) // shards
+    ranges = [range(s * n, (s + 1) * n) for s in range(shards)]
+    return [[i for i in shard if (entries[i] is not None) == taken] for shard in ranges]
+
+
+def moved(entries: list, n: int, shards: int) -> tuple[np.ndarray, list]:
+    """For each of n new rows, or prefixes, the old one in its shard that it comes from, or −1; and whose it is."""
+    source = [i for taken in of_shards(entries, shards) for i in taken + [-1] * (n // shards - len(taken))]
+    return np.array(source, np.int32), [None if i < 0 else entries[i] for i in source]
+
+
+def forced(rows: Sequence[PartialAnswer | None], steps: int) -> np.ndarray:
+    """The tokens that scripts want next, −1 where they are to be drawn."""
+    out = np.full((len(rows), steps), -1, np.int32)
+    for i, answer in enumerate(rows):
+        if answer and answer.script:
+            script = answer.script[len(answer.tokens) :][:steps]
+            out[i, : len(script)] = script
+    return out
+
+
+def harvest(
+    rows: list[PartialAnswer | None], drawn: core.Drawn, answers: core.Answers, version: int, tokenizer: Tokenizer
+) -> tuple[list[PartialAnswer], core.Answers]:
+    """What was drawn goes to the answers. Those that have ended, whose rows are free now, and the device's rows."""
+    tokens, logp, count, live, experts = jax.device_get(drawn)
+    ended, stopped = [], False  # by the host, some answer that the device would go on with
+    for i, answer in enumerate(rows):
+        if answer is None:
+            continue
+        if n := count[i]:
+            routed = None if experts is None else experts[i, :n].copy()  # and not a view that keeps them all
+            answer.take(tokens[i, :n].tolist(), logp[i, :n].tolist(), version, tokenizer, routed)
+        if not answer.open:
+            rows[i] = None
+            ended.append(answer)
+            stopped |= bool(live[i])
+    return ended, only_taken(rows, answers) if stopped else answers
+
+
+def only_taken(rows: list[PartialAnswer | None], answers: core.Answers) -> core.Answers:
+    """The device's rows, of which those that nobody has are not drawn for."""
+    live = jax.device_get(answers.live) & np.array([x is not None for x in rows])
+    return answers._replace(live=jax.device_put(live, answers.live.sharding))
+
+
 class Slots:
     """Rows, prefixes, and whose they are. Both are split alike over D shards: row i lies in shard i // (rows / D)."""
 
@@ -153,12 +217,6 @@ class Slots:
         """Rows that are taken."""
         return sum(x is not None for x in self.rows)
 
-    def _taken(self, entries: list, taken: bool = True) -> list[list[int]]:
-        """For each shard the numbers of its rows, or prefixes, that are taken; or of those that are free."""
-        n = len(entries) // self.shards
-        shards = [range(s * n, (s + 1) * n) for s in range(self.shards)]
-        return [[i for i in shard if (entries[i] is not None) == taken] for shard in shards]
-
     # --- shapes
 
     def _need(self, waiting: Sequence[PartialAnswer]) -> _Shape:
@@ -170,7 +228,7 @@ class Slots:
             lanes = max(lanes, self.shape.lanes)
             return _Shape(self.max_rows, self.max_rows, size, -(-c.max_tokens // 8) * 8, lanes)
         demand = min(len(live) + len(waiting), self.max_rows)
-        fullest, most_prefixes = (max(map(len, self._taken(x))) for x in (self.rows, self.prefixes))
+        fullest, most_prefixes = (max(map(len, of_shards(x, self.shards))) for x in (self.rows, self.prefixes))
         rows = min(n for n in self.row_sizes if n >= demand and n // self.shards >= fullest)
         soon = [*live, *list(waiting)[: rows - len(live)]]
         prefixes = max(-(-len({a.group for a in soon}) // self.shards), most_prefixes)
@@ -209,21 +267,16 @@ class Slots:
             return
         state = self.state
         if (new.rows, new.columns) != (old.rows, old.columns):
-            source, self.rows = self._moved(self.rows, new.rows)
+            source, self.rows = moved(self.rows, new.rows, self.shards)
             suffixes = _repack_suffixes(state.suffixes, state.step, source, new.columns)
-            state = state._replace(suffixes=suffixes, answers=_repack_answers(state.answers, source))
+            state = state._replace(suffixes=suffixes, answers=repack_answers(state.answers, source))
         if (new.prefixes, new.size) != (old.prefixes, old.size):
-            source, self.prefixes = self._moved(self.prefixes, new.prefixes)
+            source, self.prefixes = moved(self.prefixes, new.prefixes, self.shards)
             state = state._replace(prefixes=_repack_prefixes(state.prefixes, source, new.size))
             for i, group in enumerate(self.prefixes):
                 if group is not None:
                     group.prefix = i
         self.state = state
-
-    def _moved(self, entries: list, n: int) -> tuple[np.ndarray, list]:
-        """For each of n new rows, or prefixes, the old one in its shard that it comes from, or −1; and whose it is."""
-        source = [i for taken in self._taken(entries) for i in taken + [-1] * (n // self.shards - len(taken))]
-        return np.array(source, np.int32), [None if i < 0 else entries[i] for i in source]
 
     # --- filling
 
@@ -250,15 +303,14 @@ class Slots:
             if group.begun:
                 self._continue(weights, group, {a.number: row for row, a in filled.items() if a.group is group})
         if filled:
-            answers = _insert_rows(self.state.answers, self.state.step, _rows_of(filled, len(self.rows)))
-            self.state = self.state._replace(answers=answers)
+            self.state = self.state._replace(answers=inserted(self.state, filled, len(self.rows)))
 
     def _free_row(self, group: ActiveGroup) -> int | None:
         """A free row in the shard that has the group's prompt, None if there is none.
 
         A group whose prompt is not on the device gets a prefix, in the shard with most free rows.
         """
-        rows, prefixes = self._taken(self.rows, False), self._taken(self.prefixes, False)
+        rows, prefixes = (of_shards(entries, self.shards, False) for entries in (self.rows, self.prefixes))
         if group.prefix >= 0:
             shards = [group.prefix * self.shards // len(self.prefixes)]
         else:
@@ -311,30 +363,13 @@ class Slots:
 
     def step(self, weights: SamplerWeights) -> list[ActiveGroup]:
         """One call of the decoding loop. Returns the groups that are done; their rows and prefixes are free again."""
-        c, steps = self.config, self.config.tokens_per_call
+        c = self.config
         self.calls += 1
-        forced = np.full((len(self.rows), steps), -1, np.int32)
-        for i, answer in enumerate(self.rows):
-            if answer and answer.script:
-                script = answer.script[len(answer.tokens) :][:steps]
-                forced[i, : len(script)] = script
         static = c.model, c.tokenizer.eos_ids, any(a.request.sampling.filtered for a in self.rows if a)
-        self.state, drawn = _decode(*static, weights.params, self.state, *self._lanes(), forced, c.record_experts)
-        tokens, logp, count, live, experts = jax.device_get(drawn)
-        stopped = False  # by the host, some answer that the device would go on with
-        for i, answer in enumerate(self.rows):
-            if answer is None:
-                continue
-            if n := count[i]:
-                routed = None if experts is None else experts[i, :n].copy()  # and not a view that keeps them all
-                answer.take(tokens[i, :n].tolist(), logp[i, :n].tolist(), weights.version, c.tokenizer, routed)
-            if not answer.open:
-                self.rows[i] = None
-                stopped |= bool(live[i])
-        if stopped:
-            live, answers = live & np.array([x is not None for x in self.rows]), self.state.answers
-            live = jax.device_put(live, answers.live.sharding)
-            self.state = self.state._replace(answers=answers._replace(live=live))
+        given = *self._lanes(), forced(self.rows, c.tokens_per_call), c.record_experts
+        self.state, drawn = _decode(*static, weights.params, self.state, *given)
+        _, answers = harvest(self.rows, drawn, self.state.answers, weights.version, c.tokenizer)
+        self.state = self.state._replace(answers=answers)
         # A group that another thread has just cancelled may still have a row, whose prompt has to stay.
         in_rows = [a.group for a in self.rows if a]
         done = [g for g in self.prefixes if g is not None and not g.is_open and g not in in_rows]

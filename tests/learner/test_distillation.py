@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CONFIG, PLAIN, REWARDS, rollouts_of, scored
+from cases import CONFIG, PLAIN, REWARDS, rollouts_of, scored, slow
 
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.learner import batching, learner, train_step
@@ -52,7 +52,7 @@ def exact_kl(made, params, batch):
     return train_step.over_micro_batches(one, batch, batch.rows)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [slow(1), 2])
 def test_the_exact_form_s_gradient_is_the_divergence_s(micro_batches):
     made, state, batch = learnt(ALGORITHMS["opd"], micro_batches=micro_batches)
     assert not np.any(batch.adv)

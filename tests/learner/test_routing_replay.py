@@ -173,6 +173,7 @@ def test_replay_keeps_the_experts_of_an_update_where_they_were():
     assert row["skipped"] == 0
 
 
+@pytest.mark.slow
 def test_the_load_balancing_loss_is_of_the_whole_batch():
     config = replace(MODEL, router_aux_coef=0.1)
     made, state = build(PLAIN)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 
 from jaxrl_llm.models import attention, kernels
 
@@ -202,7 +203,9 @@ def rows_of(n, rows=2, width=C, kv_heads=K):
     return [random(rows, n, h, width, seed=i) for i, h in enumerate((H, kv_heads, kv_heads))]
 
 
-@pytest.mark.parametrize("size", [0, 1, 4, 32])  # 0: dense; blocks that hold a token, cut segments, hold the row
+@pytest.mark.parametrize(
+    "size", [0, slow(1), 4, slow(32)]
+)  # 0: dense; blocks that hold a token, cut segments, hold the row
 def test_packed_is_each_segment_alone(size):
     x, weights = rows_of(N), (SEGMENTS > 0)[:, :, None, None] * random(2, N, H, C, seed=5)
     with blocks_of(size):

@@ -124,6 +124,7 @@ print(peaks[0] - before[0], peaks[1] - before[1] - sum(x.nbytes for x in jax.tre
 """
 
 
+@pytest.mark.slow
 def test_the_host_holds_at_most_two_of_the_largest_tensor(tmp_path):
     """The pages of a file that are in memory are one tensor's. Of the rest, all but a tensor on its way is what the
     devices hold: the parameters, which are subtracted, and the tensor that is put into its place, filed and turned.

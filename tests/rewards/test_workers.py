@@ -165,7 +165,8 @@ def test_no_zombies_and_flat_memory():
 
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 sys.path.insert(0, {folder!r})
 import worker_functions as functions
 from jaxrl_llm.rewards.workers import isolated

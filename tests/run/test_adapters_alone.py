@@ -117,6 +117,7 @@ def test_a_checkpoint_holds_adapters_alone(runs):
     assert moments == 2 * adapters
 
 
+@pytest.mark.slow
 def test_what_reads_a_run_reads_the_merged_policy(runs, folder, monkeypatch, capsys, tmp_path):
     run = runs[0]
     learner, state, step = trainer.load_state(run)

@@ -95,6 +95,7 @@ def test_unequal_texts():
     assert len(set(map(normalised, different))) == len(different)
 
 
+@pytest.mark.slow
 def test_an_interval_covers_the_mean_as_often_as_it_says():
     """400 samples of 60 problems of mean 0.3; also the width is that of the normal approximation."""
     rng, hits, widths = np.random.default_rng(0), 0, []

@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from cases import CONFIG, PLAIN
+from cases import CONFIG, PLAIN, slow
 
 from jaxrl_llm.objective import filters
 from jaxrl_llm.run import metrics, trainer
@@ -69,7 +69,7 @@ def test_one_batch_ahead():
         np.testing.assert_array_equal(batch.rollouts.tokens, alone.rollouts.tokens)
 
 
-@pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.parametrize("most", [slow(0), 1, slow(3)])
 def test_all_the_time_within_the_bound(most):
     _, seen = run("async", steps=6, max_staleness=most)
     used = []
@@ -168,7 +168,7 @@ def test_closing_waits_for_no_answer():
     assert not feed._thread.is_alive()
 
 
-@pytest.mark.parametrize("budget", [0, 4])
+@pytest.mark.parametrize("budget", [slow(0), 4])
 def test_one_batch_ahead_resumes_bit_for_bit(budget):
     """A checkpoint after two steps, read again: the steps from there are those of the run that went on."""
     config = replace(CONFIG, steps=5)

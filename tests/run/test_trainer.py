@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import CONFIG, PLAIN, REWARDS, rollouts_of, scored
 
 from jaxrl_llm.learner import batching
@@ -212,6 +213,7 @@ def test_a_step_of_the_whole_loop():
     assert {"perf/rollout_s", "perf/reward_s", "perf/train_s", "perf/step_s", "entropy", "loss"} <= row.keys()
 
 
+@pytest.mark.slow
 def test_while_the_critic_is_pre_trained_the_policy_stands_still():
     a = ALGORITHMS["vapo"]
     a = replace(a, updates_per_batch=2, critic=replace(a.critic, updates=2, mini_batches=2, pretrain=1))

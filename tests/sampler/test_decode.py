@@ -7,6 +7,7 @@ from functools import cache, partial
 import jax
 import numpy as np
 import pytest
+from cases import slow
 
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.learner.batching import make_batch
@@ -137,7 +138,9 @@ def test_bfloat16_comes_near(learner):
 # --- what a sample depends on -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("slots", "tokens_per_call"), [(1, 32), (4, 32), (4, 1), (4, 7), (5, 17), (6, 32), (6, 100)])
+@pytest.mark.parametrize(
+    ("slots", "tokens_per_call"), [(1, 32), slow(4, 32), (4, 1), slow(4, 7), (5, 17), slow(6, 32), slow(6, 100)]
+)
 def test_slots_and_calls_change_nothing(engine, base, slots, tokens_per_call):
     few = replace(engine, slots=slots, tokens_per_call=tokens_per_call)
     assert sum(len(a[0]) for a in base) / slots > 2 * 40  # columns go round more than twice

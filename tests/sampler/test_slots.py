@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from test_decode import MANY, MODEL, PARAMS, PROMPTS, TOKENIZER, answers, assert_same, generate, make, requests
 
 from jaxrl_llm.parallel import sharding
@@ -151,7 +152,7 @@ def test_requests_of_many_kinds_share_the_rows(engine, base):
         assert not np.concatenate([a.logp for a in got[i]]).any()
 
 
-@pytest.mark.parametrize("kv_dtype", ["", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["", slow("int8")])
 def test_answers_that_a_budget_cuts_go_on_as_if_nothing_had_been(engine, base, kv_dtype):
     engine = replace(engine, kv_dtype=kv_dtype)
     whole = base if not kv_dtype else generate(engine, MANY, group=3)
@@ -207,7 +208,7 @@ def test_int8_weights_and_keys_make_a_gap(engine, base):
         assert 1e-4 < gap < 0.1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 def test_zero_gap(dtype):
     """Log-probs of given tokens from the sampler's own programs are the recorded ones to the last bit, in any order."""
     exact = make(replace(MODEL, dtype=dtype), slots=8, max_prompt_tokens=24, exact=True)
@@ -226,6 +227,7 @@ def test_zero_gap(dtype):
         assert_same(answers(decode.generate(loose, asked)), answers(drawn))
 
 
+@pytest.mark.slow
 def test_a_long_answer_that_goes_on_behind_a_full_shard():
     """On two shards of three rows, answers further back are placed first: there has to be room for what they have."""
     mesh = sharding.make_mesh(2)

@@ -99,6 +99,7 @@ def test_log_probs_of_every_turn_are_the_learners(several, layout):
     assert np.abs(np.where(mask, logp - batch.sampler_logp, 0)).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_turns_do_not_depend_on_the_slots(several):
     _, other = drawn(says, slots=5, tokens_per_call=4)
     for name in ("tokens", "lengths", "finish", "said", "texts"):

@@ -11,6 +11,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from cases import slow
 from fake_backend import running, until
 from test_decode import CHAIN, MODEL, PARAMS, PROMPTS, TOKENIZER, chain, random_params
 
@@ -100,7 +101,7 @@ def expected():
     return groups
 
 
-@pytest.mark.parametrize("slots", [1, 4, 16])
+@pytest.mark.parametrize("slots", [slow(1), 4, slow(16)])
 def test_answers_are_those_of_the_in_process_loop(slots, backend, expected):
     with ExitStack() as opened:
         sized = lambda: opened.enter_context(closing(DriverBackend(MODEL, TOKENIZER, WEIGHTS, slots=slots, **SIZES)))
@@ -135,6 +136,7 @@ def test_answers_go_on_where_they_were_cut(backend):
     assert ask(backend, [replace(whole, begun=begun)])[0][0].tokens.tolist() == begun[0].tokens.tolist()
 
 
+@pytest.mark.slow
 def test_end_of_sequence_as_first_token():
     held = chain({"a": {"$": 1.0}, "c": {"d": 1.0}, "d": {"$": 1.0}})[0].weights
     c = tuple(TOKENIZER.encode("c"))
