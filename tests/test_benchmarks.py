@@ -15,6 +15,7 @@ LEAST = {
     "levers": ("--layers", "2", "--prompts", "2", "--group", "2", "--prompt-tokens", "16", "--answer-tokens", "32"),
     "objectives": ("--runs", "1"),
     "memory": ("--preset", "smollm2-135m", "--tokens", "256", "--vocab", "1024"),
+    "pages": ("--groups", "1"),
     "rewards": ("--answers", "100", "--hostile", "0.03"),
     "rl_step": ("--prompt-len", "16", "--steps", "1"),
     "rl_step --ragged": ("--steps", "1"),

@@ -48,7 +48,13 @@ class Rollout:
     tokens_per_call: int = 32
     # What the sampler computes in, "": as the learner; int8 and int4: how it keeps its weights.
     dtype: Literal["", "float32", "bfloat16", "int8", "int4"] = ""
+    head_dtype: Literal["", "float32", "bfloat16"] = ""  # of its last product, summed in float32; "": as the learner's
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""  # of its keys and values; "": as it computes
+    # How keys and values are kept: a ring for each answer, or pages, which bound memory in tokens (sampler/pages.py);
+    # auto: the ring on a CPU, and for answers of up to a thousand tokens with their prompt.
+    cache: Literal["auto", "ring", "pages"] = "auto"
+    kv_tokens: int = 0  # that the pages hold; 0: as many as the device has room for, at most those of all slots
+    prefill_tokens: int = 4096  # of prompts that go through the model in one call, with pages
     zero_gap: bool = False  # old log-probs from the sampler's own kernels: equal to those recorded, bit for bit
     mode: Literal["sync", "ahead", "async"] = "sync"  # see modes.py
     max_staleness: int = 1  # updates that an answer may be old, with mode="async"

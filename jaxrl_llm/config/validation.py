@@ -19,13 +19,15 @@ from jaxrl_llm.data import fitting
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.shape import LoRA, ModelConfig, RopeScaling
 from jaxrl_llm.objective.algorithms import Algorithm, Critic, PromptChoice, Term, Updates, call, wants
+from jaxrl_llm.sampler import pages
 from jaxrl_llm.types import EOS, Optimizer, Prompt, Task, expect
 
 # What the numbers of a node may be; None is left to its type.
 RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
     ("at least 1", lambda x: x >= 1, {
         Config: "steps micro_batches", Mesh: "data fsdp tensor", Stage: "batches", Updates: "epochs",
-        Rollout: "prompts group_size max_prompt_tokens max_response_tokens tokens_per_call max_rounds",
+        Rollout: "prompts group_size max_prompt_tokens max_response_tokens tokens_per_call max_rounds "
+        "prefill_tokens",
         Evaluation: "problems samples", Suite: "problems samples", Checkpoint: "every keep",
         Algorithm: "updates_per_batch",
         ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width max_positions experts_per_token "
@@ -33,8 +35,8 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
         Critic: "updates mini_batches", Learning: "logprob_chunk", LoRA: "rank",
     }),
     ("at least 0", lambda x: x >= 0, {
-        Config: "logged_samples abort_after seed", Rollout: "slots budget max_staleness top_k", Evaluation: "every",
-        Suite: "every temperature max_tokens", Term: "warmup", Critic: "pretrain head_std",
+        Config: "logged_samples abort_after seed", Rollout: "slots budget max_staleness top_k kv_tokens",
+        Evaluation: "every", Suite: "every temperature max_tokens", Term: "warmup", Critic: "pretrain head_std",
         Optimizer: "lr warmup weight_decay",
         Learning: "row_tokens", ModelConfig: "experts router_aux_coef",
     }),
@@ -70,6 +72,9 @@ def validate(config: Config) -> Config:
         "'' with LoRA, whose base is the reference, or without a KL penalty",
     )
     expect(not kept or (a.needs_reference and config.model.lora is None), "learner.reference_dtype", kept, expected)
+    dtype = r.dtype if r.dtype in ("float32", "bfloat16") else config.model.dtype
+    expected = "'' or float32: the sampler computes in float32"
+    expect(r.head_dtype != "bfloat16" or dtype == "bfloat16", "rollout.head_dtype", r.head_dtype, expected)
     _validate_sampler(r, ways)
     _validate_algorithm(a, r)
     _validate_model(config.model)
@@ -140,6 +145,11 @@ def _validate_sampler(r: Rollout, ways: int) -> None:
     expect(r.slots % ways == 0, "rollout.slots", r.slots, f"a multiple of mesh.data × mesh.fsdp = {ways}")
     expected = f"0, or room for a group on each of the mesh's {ways} shards: at least {ways * r.group_size}"
     expect(ways == 1 or r.slots == 0 or r.slots >= ways * r.group_size, "rollout.slots", r.slots, expected)
+    if r.kv_tokens:
+        answers = r.slots or r.prompts * r.group_size if r.zero_gap else ways
+        least = pages.least_tokens(r.max_prompt_tokens, r.max_response_tokens, answers, ways)
+        what = "every answer" if r.zero_gap else "an answer on each of the mesh's shards"
+        expect(r.kv_tokens >= least, "rollout.kv_tokens", r.kv_tokens, f"0, or room for {what}: at least {least}")
     exact = r.mode == "sync" and not r.servers and not r.budget
     expected = "False unless rollout.mode is sync, rollout.servers is empty and rollout.budget is 0"
     expect(exact or not r.zero_gap, "rollout.zero_gap", r.zero_gap, expected)

@@ -73,6 +73,12 @@ def rows(n: int, mesh: Mesh | None) -> int:
     return -(-n // ways) * ways
 
 
+def shards() -> int:
+    """Parts into which the mesh of `jax.set_mesh` splits a batch; 1 without a mesh."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    return int(np.prod([sizes.get(a, 1) for a in BATCH]))
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """x with its leading axes split by RULES over the mesh of `jax.set_mesh`; without a mesh, x as it is."""
     if jax.sharding.get_abstract_mesh().empty:

@@ -25,7 +25,7 @@ from jaxrl_llm.run.stopping import Stopped
 NO_NUMBER = ("evaluation.", "checkpoint.", "logged_samples", "compile_cache", "abort_after", "rollout.max_rounds",
     "rollout.tokens_per_call")  # of the training  # fmt: skip
 ROUNDING = ("mesh.", "learner.layout", "learner.row_tokens", "learner.logprob_chunk", "micro_batches", "rollout.slots",
-    "rollout.servers")  # fmt: skip
+    "rollout.servers", "rollout.cache", "rollout.kv_tokens", "rollout.prefill_tokens")  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,7 +54,8 @@ def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") 
     pushed = weights.push(model, params, learner.mesh, version=version, quantized=kept)
     sizes = r.slots or r.prompts * r.group_size, r.max_prompt_tokens, r.tokens_per_call
     settings = *drawn, *sizes, kept, r.kv_dtype, r.zero_gap, learner.mesh
-    return LocalEngine(model, learner.tokenizer, pushed, *settings, record_experts=model.experts > 0)
+    cached = {"cache": r.cache, "kv_tokens": r.kv_tokens, "prefill_tokens": r.prefill_tokens}
+    return LocalEngine(model, learner.tokenizer, pushed, *settings, record_experts=model.experts > 0, **cached)
 
 
 def quantized(config: Config) -> str:
@@ -63,8 +65,9 @@ def quantized(config: Config) -> str:
 
 def sampler_model(config: Config) -> ModelConfig:
     """The model as the sampler computes it."""
-    dtype = config.rollout.dtype
-    return config.model if dtype in ("", *weights.QUANTIZED) else replace(config.model, dtype=dtype)
+    r, model = config.rollout, config.model
+    model = model if r.dtype in ("", *weights.QUANTIZED) else replace(model, dtype=r.dtype)
+    return replace(model, fp32_head=r.head_dtype == "float32") if r.head_dtype else model
 
 
 def rollout_metrics(scored: ScoredBatch, version: int) -> dict[str, float]:
@@ -135,6 +138,8 @@ def one_step(
     While the critic is pre-trained, the policy stays as it is.
     """
     watch, critic, learned = metrics.Stopwatch(), learner.config.algorithm.critic, {}
+    counts = getattr(engine, "counts", {})
+    counted = Counter(counts)
     with watch("step"):
         scored, after = mode.next(engine, at, watch)
         answers, version = scored.rollouts, engine.version
@@ -163,6 +168,7 @@ def one_step(
         "perf/rollout_tokens_per_s": sampled / sampling if sampling else math.nan,
         "perf/train_tokens_per_s": trained / seconds["train"],
         "perf/push_bytes": float(engine.bytes),
+        **{f"perf/{name}": float(n - counted[name]) for name, n in counts.items()},
     }
     return state, engine, after, scored, row
 

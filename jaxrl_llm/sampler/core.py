@@ -17,9 +17,11 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxrl_llm.models import attention, lora, moe, transformer
 from jaxrl_llm.models.attention import Attend
+from jaxrl_llm.models.kernels import platform
 from jaxrl_llm.models.logprobs import tempered_logits
-from jaxrl_llm.models.quantize import dequantized
+from jaxrl_llm.models.quantize import Quantized, dequantized
 from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.parallel import sharding
 from jaxrl_llm.parallel.sharding import constrain
 from jaxrl_llm.sampler import cache, page_attention
 from jaxrl_llm.sampler.cache import KEYS_TOKENS, KEYS_WIDTH, VALUES_TOKENS, VALUES_WIDTH, Cached, token_capacity
@@ -88,9 +90,27 @@ def _blocks(config: ModelConfig, params: Any) -> tuple[transformer.Transformer, 
     graph = nnx.split(model.layers)[0]
     blocks = [nnx.merge(graph, dequantized(layer, config.dtype)) for layer in params["layers"]]
     del model.layers
-    head_dtype = jnp.float32 if config.fp32_head else config.dtype
-    nnx.update(model, dequantized({k: v for k, v in params.items() if k != "layers"}, head_dtype))
+    nnx.update(model, {k: v for k, v in params.items() if k != "layers"})  # which restores what it uses of them
     return model, blocks
+
+
+def _at_step(config: ModelConfig, params: Any) -> Callable[[Array], tuple[transformer.Transformer, list, Array]]:
+    """The model, its blocks and its head's matrix, as a loop's step is to use them.
+
+    Quantized matrices are restored within each step's products, because a step's time is that of reading the weights;
+    on a CPU, where it is not, once for all steps.
+    """
+
+    def read(params: Any) -> tuple[transformer.Transformer, list, Array]:
+        model, blocks = _blocks(config, params)
+        return model, blocks, model.head_matrix()
+
+    kept = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantized))
+    if platform() == "cpu" or not any(isinstance(x, Quantized) for x in kept):
+        whole = read(params)
+        return lambda step: whole
+    # The barrier ties them to the step, or the compiler would restore them once, before the loop.
+    return lambda step: read(jax.lax.optimization_barrier((params, step))[0])
 
 
 def prefill(
@@ -267,15 +287,14 @@ def draw_k(
     start: what keeps them, of each layer; the answers; the clock.  lengths: of the prompts without their last tokens.
     attends: each layer's attention at a clock's reading.
     """
-    model, blocks = _blocks(config, params)
-    head = model.head_matrix()
-    (rows, steps), (caches, answers, clock) = forced.shape, start
+    (rows, steps), (caches, answers, clock), weights = forced.shape, start, _at_step(config, params)
     eos = jnp.asarray(eos_ids, jnp.int32)
     # Of all the steps at once: within the loop XLA would compute a cosine and a sine for each head and layer again.
     angles = transformer.rope((lengths + clock - answers.start)[None] + jnp.arange(steps)[:, None], config)
 
     def one(carry: tuple[Array, Any, Answers, Drawn]) -> tuple[Array, Any, Answers, Drawn]:
         i, kv, s, out = carry
+        model, blocks, head = weights(i)
         count = clock + i - s.start  # tokens that a live answer has
         here = jax.tree.map(lambda a: a[i][:, None], angles)
         x, new, routed = model.embedded(s.token[:, None]), [], []
@@ -298,7 +317,9 @@ def draw_k(
     routes = config.layers, config.experts_per_token
     unrouted = zeros(moe.id_dtype(config.experts), *routes) if record else None
     nothing = Drawn(zeros(jnp.int32), zeros(jnp.float32), jnp.zeros_like(answers.limit), answers.live, unrouted)
-    go = lambda c: (c[0] < steps) & c[2].live.any()
+    # One that ends early would ask all shards after every token whether they have answers left.
+    alone = sharding.shards() == 1
+    go = lambda c: (c[0] < steps) & (c[2].live.any() if alone else True)
     done, caches, answers, drawn = jax.lax.while_loop(go, one, (jnp.int32(0), caches, answers, nothing))
     return caches, answers, clock + done, drawn
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -39,10 +39,11 @@ class LocalEngine:
     exact: bool = False
     mesh: Mesh | None = None
     record_experts: bool = False  # answers have the choices of a mixture of experts' routers, `Answer.experts`
-    cache: str = "ring"  # of keys and values: see cache.py; or pages: see pages.py
+    cache: str = "auto"  # of keys and values: ring, see cache.py; pages, see pages.py; auto, see `pages.make_slots`
     kv_tokens: int = 0  # that pages hold; 0: as many as the device has room for, at most those of all slots
     page_tokens: int = 0  # of a page; 0: by the longest answer
     prefill_tokens: int = 4096  # of prompts in one call, with pages
+    counts: Counter = field(default_factory=Counter, compare=False)  # yields: answers that had to make room
 
     __post_init__ = check_sizes
 
@@ -72,6 +73,7 @@ class LocalEngine:
             if not waiting and not slots.busy:
                 return
             slots.fill(latest(), waiting)
+            self.counts["yields"] += slots.yielded
             for group in slots.step(latest()):
                 yield group.request, group.result()
 

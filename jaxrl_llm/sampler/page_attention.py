@@ -185,7 +185,7 @@ def _ragged(q: Float[Array, "N B H C"], pool: Array, blocks: Blocks) -> Float[Ar
     starts, rows = jnp.arange(n + 1, dtype=jnp.int32) * width, jnp.array([n], jnp.int32)
     # Said here, because the kernel would look its sizes up for the machine of this program, which may only compile.
     sizes = {"num_kv_pages_per_block": min(max(512 // pool.shape[1], 1), table.shape[1])}
-    sizes["num_queries_per_block"] = min(32 if width == 1 else LANES, n * width)
+    sizes["num_queries_per_block"] = min(32 if width == 1 else LANES // 2, n * width)
     flat = q.reshape(n * width, *q.shape[2:])
     return ragged.ragged_paged_attention(flat, pool, blocks.ends, table, starts, rows, **sizes).reshape(q.shape)
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models import attention
+from jaxrl_llm.models.kernels import platform
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler import core, page_attention, slots
 from jaxrl_llm.sampler.requests import PartialAnswer, Request
@@ -25,6 +26,7 @@ from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.types import LENGTH, expect
 
 SPARE = 0.85  # of a device's free memory that pages may have; the rest is for what a call computes with
+SHORT = 1024  # tokens of a prompt and its answer for which the ring is as good
 SMALLER = (16, 4, 1)  # parts of `prefill_tokens` for which there is a program
 
 _init = jax.jit(core.init_pages, static_argnums=range(5))
@@ -73,7 +75,8 @@ class PagedSlots:
         self.config, self.shards = config, sharding.rows(1, config.mesh)
         self.max_rows = sharding.rows(config.slots, config.mesh)
         self.row_sizes = [sharding.rows(-(-self.max_rows // 2**i), config.mesh) for i in range(HALVINGS + 1)]
-        self.size, self.pages = page_size(config), page_count(config)  # tokens of a page, pages of a shard
+        self.size = page_size(config.max_prompt_tokens, config.max_tokens, config.page_tokens)
+        self.pages = page_count(config)  # of a shard
         self.block = page_attention.LANES if attention.resolve(config.model.attention) == "splash" else 16
         self.free = [list(range(self.pages)) for _ in range(self.shards)]
         self.prompts: dict[tuple, _Prompt] = {}
@@ -83,7 +86,8 @@ class PagedSlots:
         self.groups: dict[ActiveGroup, None] = {}  # not yet returned
         self.state: core.PagedState | None = None
         self.width = -(-(config.max_prompt_tokens + config.max_tokens + self.block) // self.size)  # of a table
-        self.prefills = self.yields = 0  # prompts that have gone through the model; answers that had to make room
+        self.prefills = 0  # prompts that have gone through the model
+        self.yielded = 0  # answers that had to make room, the last time
 
     @property
     def busy(self) -> int:
@@ -149,7 +153,7 @@ class PagedSlots:
                 yielded.append(next(a for a, h in reversed(self.held.items()) if h.prompt.shard == held.prompt.shard))
                 self.rows[self.rows.index(yielded[-1])] = None
                 self._release(self.held.pop(yielded[-1]))
-        self.yields += len(yielded)
+        self.yielded = len(yielded)
         waiting.extendleft(yielded)
         if yielded:
             self.state = self.state._replace(answers=slots.only_taken(self.rows, self.state.answers))
@@ -313,22 +317,29 @@ def _key(request: Request) -> tuple:
     return request.prompt, request.seed, request.draw
 
 
-def page_size(config: SlotConfig) -> int:
-    """Tokens of a page: a 64th of the longest answer with its prompt, between 16 and 128, unless it is given."""
-    longest = config.max_prompt_tokens + config.max_tokens
-    return config.page_tokens or min(max(power_of_two(-(-longest // 64)), 16), 128)
+def page_size(prompt: int, answer: int, given: int = 0) -> int:
+    """Tokens of a page: a 64th of the longest prompt and answer, between 16 and 128, unless it is given."""
+    return given or min(max(power_of_two(-(-(prompt + answer) // 64)), 16), 128)
+
+
+def least_tokens(prompt: int, answer: int, answers: int, shards: int, page_tokens: int = 0) -> int:
+    """That pages have to hold for so many answers of the longest kind, over all shards."""
+    size = page_size(prompt, answer, page_tokens)
+    return shards * -(-answers // shards) * -(-(prompt + answer) // size) * size
 
 
 def page_count(config: SlotConfig) -> int:
     """Pages of each shard: for `kv_tokens`, or for what its device has left, or for all rows at their longest."""
-    shards, size = sharding.rows(1, config.mesh), page_size(config)
-    longest = -(-(config.max_prompt_tokens + config.max_tokens) // size)
+    shards, size = (
+        sharding.rows(1, config.mesh),
+        page_size(config.max_prompt_tokens, config.max_tokens, config.page_tokens),
+    )
     if config.kv_tokens:
-        pages = config.kv_tokens // (size * shards)
-        least = longest * (-(-config.slots // shards) if config.exact else 1)
-        expected = f"at least {least * size * shards}: {'every row' if config.exact else 'an answer'} at its longest"
-        expect(pages >= least, "rollout.kv_tokens", config.kv_tokens, expected)
-        return pages
+        answers = config.slots if config.exact else shards
+        least = least_tokens(config.max_prompt_tokens, config.max_tokens, answers, shards, config.page_tokens)
+        expect(config.kv_tokens >= least, "rollout.kv_tokens", config.kv_tokens, f"0 or at least {least}")
+        return config.kv_tokens // (size * shards)
+    longest = -(-(config.max_prompt_tokens + config.max_tokens) // size)
     most = longest * -(-config.slots // shards)
     device = jax.devices()[0] if config.mesh is None else config.mesh.devices.flat[0]
     if not (memory := device.memory_stats()):
@@ -341,5 +352,7 @@ def page_count(config: SlotConfig) -> int:
 
 
 def make_slots(config: SlotConfig) -> Slots | PagedSlots:
-    """Slots with the cache that a config names."""
-    return PagedSlots(config) if config.cache == "pages" else Slots(config)
+    """Slots with the cache that a config names; auto: pages on GPU and TPU, for more than SHORT tokens."""
+    long = config.max_prompt_tokens > 0 and config.max_prompt_tokens + config.max_tokens > SHORT
+    auto = "pages" if long and platform() != "cpu" else "ring"
+    return PagedSlots(config) if (auto if config.cache == "auto" else config.cache) == "pages" else Slots(config)

@@ -33,17 +33,34 @@ class Draw(NamedTuple):
 
 
 def keep(logits: Float[Array, "N V"], top_k: Int[Array, " N"], top_p: Float[Array, " N"]) -> Bool[Array, "N V"]:
-    """Tokens that the top-k and top-p filters leave; the likeliest always stays, ties at the border all stay."""
-    descending = jnp.sort(logits, axis=-1)[:, ::-1]
-    last = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[-1]), logits.shape[-1]) - 1
-    border = jnp.take_along_axis(descending, last[:, None], axis=-1)
-    kept = logits >= border
-    descending = jnp.where(descending >= border, descending, -jnp.inf)
-    probs = jax.nn.softmax(descending, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs  # mass of the likelier tokens
-    inside = (before < top_p[:, None]) | (top_p >= 1)[:, None]
-    border = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
-    return kept & (logits >= jnp.minimum(border, descending[:, :1]))
+    """Tokens that the top-k and top-p filters leave; the likeliest always stays, ties at the border all stay.
+
+    Top-p is of what top-k leaves. Borders are found by bisection over the floats, in 32 passes over the logits and
+    without sorting them, and none when no row has that filter.
+    """
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    k = jnp.where(top_k > 0, top_k, logits.shape[-1]).astype(jnp.float32)
+    kept = shifted >= _border(shifted, jnp.ones_like(shifted), k, (top_k > 0).any())
+    weights = jnp.where(kept, jnp.exp(shifted), 0.0)
+    nucleus = shifted >= _border(shifted, weights, top_p * weights.sum(axis=-1), (top_p < 1).any())
+    return kept & (nucleus | (top_p >= 1)[:, None])
+
+
+def _border(
+    x: Float[Array, "N V"], weights: Float[Array, "N V"], enough: Float[Array, " N"], asked: Bool[Array, ""]
+) -> Float[Array, "N 1"]:
+    """The largest number t ≤ 0 so that the weights of x ≥ t are enough; x ≤ 0, with 0 among them. −inf unless asked."""
+
+    def halve(_: int, bits: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bits  # of −t, which rises with them: there is enough at `high`, and not below `low`
+        middle = (low + high) // 2
+        fits = jnp.where(x >= number(middle), weights, 0.0).sum(axis=-1) >= enough
+        return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high)
+
+    number = lambda bits: -jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None]
+    every = lambda value: jnp.full(len(x), value, jnp.uint32)
+    infinity = 0x7F800000
+    return number(jax.lax.fori_loop(0, jnp.where(asked, 32, 0), halve, (every(0), every(infinity)))[1])
 
 
 def sample(

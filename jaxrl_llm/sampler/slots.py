@@ -39,7 +39,7 @@ def check_sizes(config: Any) -> None:
         expect(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
     sized = config.max_prompt_tokens > 0 or not (config.exact or config.cache == "pages")
     expect(sized, "max_prompt_tokens", config.max_prompt_tokens, "a positive number for exact and for pages")
-    expect(config.cache in ("ring", "pages"), "cache", config.cache, "ring or pages")
+    expect(config.cache in ("auto", "ring", "pages"), "cache", config.cache, "auto, ring or pages")
     for name in ("kv_tokens", "page_tokens"):
         expect(getattr(config, name) >= 0, name, getattr(config, name), "0 or a positive number")
     expect(config.prefill_tokens >= 1, "prefill_tokens", config.prefill_tokens, "at least 1")
@@ -59,7 +59,7 @@ class SlotConfig:
     exact: bool = False  # see `decode.LocalEngine`
     mesh: Mesh | None = None
     record_experts: bool = False  # see `decode.LocalEngine`
-    cache: str = "ring"  # or pages: see `decode.LocalEngine`, also for the next three
+    cache: str = "auto"  # see `decode.LocalEngine`, also for the next three
     kv_tokens: int = 0
     page_tokens: int = 0
     prefill_tokens: int = 4096
@@ -211,6 +211,7 @@ class Slots:
         self.rows: list[PartialAnswer | None] = []
         self.prefixes: list[ActiveGroup | None] = []
         self.prefills = 0  # groups whose prompt has gone through the model
+        self.yielded = 0  # answers that had to make room: none, in a ring
 
     @property
     def busy(self) -> int:

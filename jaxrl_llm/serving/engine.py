@@ -21,6 +21,7 @@ import numpy as np
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel import sharding
+from jaxrl_llm.sampler.pages import PagedSlots, make_slots
 from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request, check
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.sampler.slots import MIN_PREFIX, ActiveGroup, SlotConfig, Slots, power_of_two
@@ -154,7 +155,12 @@ class JetStreamEngine(js.engine_api.Engine):
         expect(most >= 1, "max_prompt_tokens", most, "at least 1")
         self.tickets: list[DriverTicket | None] = [None] * sharding.rows(self.config.slots, self.mesh)  # of the slots
         self.waiting: deque[PartialAnswer] = deque()  # for a row
-        self.counts = {"prefills": 0, "tokens": 0, "steps": 0}  # the Driver's generating thread writes them
+        self.counts = {
+            "prefills": 0,
+            "yields": 0,
+            "tokens": 0,
+            "steps": 0,
+        }  # the Driver's generating thread writes them
 
     def check(self, request: Request) -> None:
         """Raises ValueError if the request cannot be served."""
@@ -196,13 +202,13 @@ class JetStreamEngine(js.engine_api.Engine):
         self.check(request)
         return DriverGroup(request).tickets[0]
 
-    def insert(self, prefix: DriverTicket, decode_state: Slots, slot: int) -> Slots:
+    def insert(self, prefix: DriverTicket, decode_state: Any, slot: int) -> Any:
         """The ticket's answer has that slot of the Driver, and a row as soon as one is free."""
         self.tickets[slot] = prefix
         self.waiting.append(prefix.answer)
         return decode_state
 
-    def generate(self, params: Any, decode_state: Slots) -> tuple[Slots, Results]:
+    def generate(self, params: Any, decode_state: Any) -> tuple[Any, Results]:
         """Up to `tokens_per_call` tokens for every answer that has not ended."""
         tickets = {i: t for i, t in enumerate(self.tickets) if t is not None and t.answer.open}
         old = {i: len(t.answer.tokens) for i, t in tickets.items()}
@@ -216,13 +222,14 @@ class JetStreamEngine(js.engine_api.Engine):
         self.tickets = [t if t is not None and t.answer.open else None for t in self.tickets]
         self.counts["steps"] += 1
         self.counts["prefills"] += decode_state.prefills - before
+        self.counts["yields"] += decode_state.yielded
         self.counts["tokens"] += sum(len(tokens) for tokens, _ in drawn.values())
         return decode_state, Results(drawn)
 
-    def init_decode_state(self) -> Slots:
+    def init_decode_state(self) -> Slots | PagedSlots:
         """Empty rows."""
         self.tickets, self.waiting = [None] * len(self.tickets), deque()
-        return Slots(self.config)
+        return make_slots(self.config)
 
     def get_prefix_destination_sharding(self) -> None:
         """None: a ticket is no array, and stays where it is."""

@@ -45,6 +45,7 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
         pushed = weights.push(model, params, mesh, quantized=trainer.quantized(config))
         sizes = {"slots": r.slots or r.prompts * r.group_size, "max_prompt_tokens": r.max_prompt_tokens}
         sizes |= {"max_tokens": r.max_response_tokens, "tokens_per_call": r.tokens_per_call, "kv_dtype": r.kv_dtype}
+        sizes |= {"cache": r.cache, "kv_tokens": r.kv_tokens, "prefill_tokens": r.prefill_tokens}
         return backend.DriverBackend(model, config.tokenizer(), pushed, mesh=mesh, **sizes)
 
     with jax.set_mesh(mesh):
