@@ -866,6 +866,7 @@ def test_a_damaged_entry_of_the_base_cache_is_made_anew(experiment, tmp_path, da
     assert "made anew" not in again
 
 
+@pytest.mark.slow
 def test_two_on_one_cold_cache_share_one_priming(experiment, tmp_path):
     environment = {**os.environ, "JAXRL_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "jaxrl_llm.cli", "sft", str(experiment), "--out"]

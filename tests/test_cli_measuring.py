@@ -42,8 +42,6 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "tiny.py").write_text(EXPERIMENT + SUITES_OF_ITS_OWN)
     output = succeeds("train", folder / "tiny.py", "--out", folder / "out", "--set", "evaluation.suites.easy.samples=2")
-    (folder / "plain.py").write_text(EXPERIMENT)
-    succeeds("train", folder / "plain.py", "--out", folder / "plain")
     return folder / "out", output
 
 
@@ -73,8 +71,11 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_suites_in_the_loop_come_when_they_are_due_and_change_no_number_of_the_training(run):
     out, output = run
+    (out.parent / "plain.py").write_text(EXPERIMENT)
+    succeeds("train", out.parent / "plain.py", "--out", out.parent / "plain")
     with_suites, without = metrics(out), metrics(out.parent / "plain")
     of = lambda row, name: {k for k in row if k.startswith(f"eval/{name}/")}
     assert [bool(of(row, "easy")) for row in with_suites] == [True, True, True]

@@ -69,6 +69,7 @@ def test_reference_and_old_are_the_base_and_the_merged_policy():
     assert row["kl/ref"] > 0
 
 
+@pytest.mark.slow
 def test_the_same_update_on_a_mesh():
     (_, (_, want, _), row, _), (_, (_, got, _), other, shards) = stepped((1, 1, 1)), stepped((1, 4, 2))
     for x, y in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):

@@ -209,6 +209,7 @@ def answers_on(mesh_shape):
     return answers, engine.weights
 
 
+@pytest.mark.slow
 def test_the_sampler_on_a_mesh_gives_the_same_answers():
     one, _ = answers_on((1, 1, 1))
     eight, held = answers_on((2, 2, 2))

@@ -138,6 +138,7 @@ def test_what_reads_a_run_reads_the_merged_policy(runs, folder, monkeypatch, cap
     jax.tree.map(np.testing.assert_array_equal, load(learner.mesh), whole)
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(runs, folder, monkeypatch, capsys, tmp_path):
     shutil.copytree(folder / "model", tmp_path / "model")
     (tmp_path / "tiny.py").write_text(EXPERIMENT.replace("SOURCE", str(tmp_path / "model")))
@@ -160,6 +161,7 @@ def test_another_base_is_refused(runs, folder, monkeypatch, capsys, tmp_path):
     assert Checkpoints(run / "checkpoints", read_only=True).steps() == [1]
 
 
+@pytest.mark.slow
 def test_a_primed_base_is_trained_whole_and_found_again(folder, monkeypatch, tmp_path):
     """The supervised stage knows nothing of LoRA, so that runs with and without it share their base."""
     monkeypatch.setenv("JAXRL_CACHE", str(tmp_path / "cache"))

@@ -117,6 +117,7 @@ def test_import_of_what_is_broken_is_one_line(folder, monkeypatch, capsys, tmp_p
     assert "expected the files of a tokenizer that has an EOS token" in said
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_weights_goes_on_without_them_and_is_exported(folder, monkeypatch, capsys, tmp_path):
     run, source = tmp_path / "run", tmp_path / "model"
     shutil.copytree(folder / "model", source)

@@ -43,6 +43,7 @@ def test_its_parameters_come_from_the_newest_checkpoint_onto_the_mesh(teacher, s
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_it_and_is_evaluated_without_it(teacher, tmp_path):
     there, out = tmp_path / "teacher", tmp_path / "run"
     shutil.copytree(teacher, there)

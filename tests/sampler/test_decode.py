@@ -341,6 +341,7 @@ def test_the_name_of_the_end_of_sequence_token_is_no_stop_string():
     assert [r[2:] for r in run_chain(made, table)] == [(EOS, "b")] * 4 + [(EOS, "")] * 2
 
 
+@pytest.mark.slow
 def test_stop_strings_with_few_slots(engine, base):
     stop = ("a", "kl", "nn", "dg")
     expected = []

@@ -78,6 +78,7 @@ def test_the_learner_replays_the_sampler_s_choice(sampled, learner):
     assert np.abs(np.asarray(logprobs(PARAMS, replayed(other))[0]) - logp)[mask].mean() > 0.1
 
 
+@pytest.mark.slow
 def test_a_mesh_with_the_experts_split_draws_the_same(sampled):
     mesh = sharding.make_mesh(2, 1, 2)
     with jax.set_mesh(mesh):

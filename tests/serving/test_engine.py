@@ -283,6 +283,7 @@ def test_whoever_waits_cannot_break_the_driver(backend):
     assert len(ask(backend, [Request(PROMPTS[1], 1, 40)])[0]) == 1
 
 
+@pytest.mark.slow
 def test_the_last_slot_may_be_freed_while_the_driver_looks_for_one(backend):
     with closing(DriverBackend(MODEL, TOKENIZER, WEIGHTS, slots=4, **SIZES)) as made:
         backlog, restarts = made.driver._generate_backlogs[0], []
