@@ -261,9 +261,9 @@ def test_a_verifier_that_hangs_is_not_waited_for(monkeypatch):
 
 @pytest.mark.parametrize("schedule", ["sync", slow("async")])
 def test_answers_that_make_room_for_each_other_are_the_learners_too(schedule):
-    """Pages hold an eighth of what eight answers at their longest need: the log-probs are those of the learner."""
-    few = {"cache": "pages", "kv_tokens": 32, "max_response_tokens": 16, "tokens_per_call": 2, "prefill_tokens": 64}
+    """Pages hold an eighth of what all answers at their longest need: the log-probs are those of the learner."""
+    few = {"cache": "pages", "kv_tokens": 256, "group_size": 8, "max_response_tokens": 48, "tokens_per_call": 4}
     _, seen = run(schedule, steps=3, **few)
     assert sum(row["perf/yields"] for *_, row in seen) > 0
     if schedule == "sync":
-        assert max(row["mismatch/max_abs"] for *_, row in seen) < 1e-5
+        assert max(row["gap/max"] for *_, row in seen) < 1e-5
