@@ -21,13 +21,14 @@ from jaxrl_llm.models.kernels import platform
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler import core, page_attention, slots
 from jaxrl_llm.sampler.requests import PartialAnswer, Request
-from jaxrl_llm.sampler.slots import HALVINGS, ActiveGroup, SlotConfig, Slots, power_of_two
+from jaxrl_llm.sampler.slots import ActiveGroup, SlotConfig, Slots, power_of_two
 from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.types import LENGTH, expect
 
 SPARE = 0.85  # of a device's free memory that pages may have; the rest is for what a call computes with
 SHORT = 1024  # tokens of a prompt and its answer for which the ring is as good
-SMALLER = (16, 4, 1)  # parts of `prefill_tokens` for which there is a program
+PART = 16  # of `prefill_tokens`, for which there is a program too: for up to four such calls one of them all is dearer
+FEWER = 4  # times fewer rows, for which there is a program too
 
 _init = jax.jit(core.init_pages, static_argnums=range(5))
 _extend = jax.jit(core.extend, static_argnums=0, donate_argnums=2)
@@ -74,7 +75,7 @@ class PagedSlots:
     def __init__(self, config: SlotConfig):
         self.config, self.shards = config, sharding.rows(1, config.mesh)
         self.max_rows = sharding.rows(config.slots, config.mesh)
-        self.row_sizes = [sharding.rows(-(-self.max_rows // 2**i), config.mesh) for i in range(HALVINGS + 1)]
+        self.row_sizes = [self.max_rows, sharding.rows(-(-self.max_rows // FEWER), config.mesh)]
         self.size = page_size(config.max_prompt_tokens, config.max_tokens, config.page_tokens)
         self.pages = page_count(config)  # of a shard
         self.block = page_attention.LANES if attention.resolve(config.model.attention) == "splash" else 16
@@ -124,19 +125,19 @@ class PagedSlots:
             self.state = self.state._replace(answers=slots.inserted(self.state, filled, len(self.rows)))
 
     def _fit(self, waiting: Sequence[PartialAnswer]) -> None:
-        """As many rows as there is work for, fewer by one size at a time; tables as wide as the longest answer."""
+        """As many rows as there is work for, and tables as wide as the longest answer."""
         longest = max((len(a.request.prompt) + a.limit for a in (*self.held, *waiting)), default=0) + self.block
         self.width = max(self.width, power_of_two(-(-longest // self.size)) if longest > self.width * self.size else 0)
         demand = min(self.busy + len(waiting), self.max_rows)
         fullest = max(map(len, slots.of_shards(self.rows, self.shards)), default=0)
+        demand = self.max_rows if self.config.exact else demand
         rows = min(n for n in self.row_sizes if n >= demand and n // self.shards >= fullest)
-        rows = self.max_rows if self.config.exact else max([n for n in self.row_sizes if n < len(self.rows)] + [rows])
         if self.state is None:
             c = self.config
             pages = self.pages * self.shards
-            self.state = _init(c.model, c.kv_dtype or c.model.dtype, pages, self.size, rows)
-            self.rows = [None] * rows
-        elif rows != len(self.rows):
+            self.state = _init(c.model, c.kv_dtype or c.model.dtype, pages, self.size, self.max_rows)
+            self.rows = [None] * self.max_rows
+        if rows != len(self.rows):
             source, self.rows = slots.moved(self.rows, rows, self.shards)
             self.state = self.state._replace(answers=slots.repack_answers(self.state.answers, source))
 
@@ -248,11 +249,10 @@ class PagedSlots:
         """Runs through the model, in calls of few sizes."""
         c = self.config
         whole = max(c.prefill_tokens // (self.block * self.shards), 1)
-        sizes = [whole] if c.exact else sorted({max(whole // part, 1) for part in SMALLER})
         for batch in [[run] for run in runs] if c.exact else [runs]:
             blocks = [deque(self._blocks(s, batch)) for s in range(self.shards)]
             while any(blocks):
-                n = next((n for n in sizes if n >= max(map(len, blocks))), whole)
+                n = whole if c.exact or max(map(len, blocks)) > whole // 4 else max(whole // PART, 1)
                 some = [[b.popleft() for _ in range(min(n, len(b)))] for b in blocks]
                 arrays = self._arrays(some, n)
                 self.state = self.state._replace(pools=_extend(c.model, weights.params, self.state.pools, *arrays))

@@ -106,6 +106,7 @@ _insert_suffixes = jax.jit(core.insert_suffixes, donate_argnums=0)
 _repack_prefixes = jax.jit(core.repack_prefixes, static_argnums=2)  # other shapes: nothing to donate
 _repack_suffixes = jax.jit(core.repack_suffixes, static_argnums=3)
 repack_answers = jax.jit(core.repack_answers)
+_both = jax.jit(jnp.logical_and)  # by jit, which keeps where the rows are: `device_put` would make new programs of all
 _decode = jax.jit(core.decode_k, static_argnums=(0, 1, 2, 8), donate_argnums=4)
 
 
@@ -193,8 +194,7 @@ def harvest(
 
 def only_taken(rows: list[PartialAnswer | None], answers: core.Answers) -> core.Answers:
     """The device's rows, of which those that nobody has are not drawn for."""
-    live = jax.device_get(answers.live) & np.array([x is not None for x in rows])
-    return answers._replace(live=jax.device_put(live, answers.live.sharding))
+    return answers._replace(live=_both(answers.live, np.array([x is not None for x in rows])))
 
 
 class Slots:

@@ -1,5 +1,6 @@
 """Pages of keys and values: the ring's tokens and log-probs, in bounded memory, with none lost and none kept."""
 
+import re
 from collections import deque
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from test_decode import MANY, MODEL, PARAMS, PROMPTS, answers, assert_same, gene
 
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler import decode, page_attention, pages, weights
+from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import CANCELLED
 
 PAGED = {"cache": "pages", "max_prompt_tokens": 20, "page_tokens": 4, "prefill_tokens": 64}
@@ -38,14 +40,14 @@ def made(monkeypatch):
     return out
 
 
-def nothing_leaks(slots):
+def nothing_leaks(paged):
     """Every page is free, or of an ended answer's or its prompt's, and of one alone."""
-    kept = [held for held, _ in slots.left.values()]
-    assert not slots.held
-    for shard, free in enumerate(slots.free):
-        of_prompts = [p for prompt in slots.prompts.values() if prompt.shard == shard for p in prompt.pages]
+    kept = [held for held, _ in paged.left.values()]
+    assert not paged.held
+    for shard, free in enumerate(paged.free):
+        of_prompts = [p for prompt in paged.prompts.values() if prompt.shard == shard for p in prompt.pages]
         of_answers = [p for held in kept if held.prompt.shard == shard for p in held.pages]
-        assert sorted(free + of_prompts + of_answers) == list(range(slots.pages))
+        assert sorted(free + of_prompts + of_answers) == list(range(paged.pages))
 
 
 @pytest.mark.parametrize("tokens_per_call", [4, 32])
@@ -200,3 +202,20 @@ def test_the_tpus_kernel_is_told_what_the_plain_attention_knows(width, monkeypat
 def test_bad_settings(fields, message):
     with pytest.raises(ValueError, match=message):
         generate(make(MODEL, **{**PAGED, "slots": 12, **fields}), PROMPTS[:1])
+
+
+def test_a_mixed_stream_compiles_few_programs(caplog):
+    """Prompts of 1 to 19 tokens, groups of 1 to 8, filters, limits and stops, more and fewer than there are rows."""
+    engine = make(MODEL, slots=14, tokens_per_call=4, **PAGED)
+    kinds = [{}, {"sampling": Sampling(1.0, top_k=3)}, {"max_tokens": 3}, {"stop": ("a",)}, {"budget": 5}]
+    asked = [
+        replace(r, group=1 + (i * 5) % 8, **kinds[i % 5]) for i, r in enumerate(requests(engine, MANY * 2, group=1))
+    ]
+    jax.config.update("jax_log_compiles", True)
+    try:
+        for some in (asked[:1], asked, asked[3:9], asked[::-1]):
+            decode.generate(engine, some)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
+    assert 3 <= len([name for name in compiled if name not in ("_keys", "_threefry_seed", "logical_and")]) <= 12
