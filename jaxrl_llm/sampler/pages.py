@@ -173,21 +173,26 @@ class PagedSlots:
         What has to go through the model is added to `runs`, and pages to be copied, (shard, from, to), to `copies`.
         """
         key, rows = _key(answer.request), slots.of_shards(self.rows, self.shards, False)
+        left, tokens = self.left.get((key, answer.number), (None, []))
+        if tokens != answer.tokens[: len(tokens)]:  # it does not go on as it began
+            self._release(self.left.pop((key, answer.number))[0])
+            left = None
         roomiest = max(range(self.shards), key=lambda s: bool(rows[s]) * (1 + len(self.free[s])))
         prompt = self.prompts.get(key) or _Prompt(roomiest, [], version)
         if not rows[prompt.shard]:
             return None
-        held = self._left(answer)
-        if held is None:
-            held = _Held(prompt, [])
+        held = left or _Held(prompt, [])
+        if left:
+            del self.left[key, answer.number]
+        else:
             prompt.answers.append(held)  # so that it stays, whatever has to go
         whole = 0 if key in self.prompts else (len(answer.request.prompt) - 1) // self.size
         live = sum(h.prompt.shard == prompt.shard for h in self.held.values())
         spare = live * -(-self.config.tokens_per_call // self.size)  # or it would yield at the next call
         pages = self._taken(prompt.shard, self._want(answer, held), spare)
         if pages is None:
-            if held.tokens:
-                self.left[key, answer.number] = held, answer.tokens
+            if left:
+                self.left[key, answer.number] = left, tokens
             else:
                 self._release(held)
             expect(live, "rollout.kv_tokens", self.pages * self.size * self.shards, "room for an answer at its longest")
@@ -198,14 +203,6 @@ class PagedSlots:
         self._read(answer, held, whole, runs, copies)
         self.held[answer] = held
         return rows[prompt.shard][0]
-
-    def _left(self, answer: PartialAnswer) -> _Held | None:
-        """What an answer that is continued has left in the pages, if it begins as it did then."""
-        held, tokens = self.left.pop((_key(answer.request), answer.number), (None, []))
-        if held is not None and tokens != answer.tokens[: len(tokens)]:
-            self._release(held)
-            return None
-        return held
 
     def _read(
         self, answer: PartialAnswer, held: _Held, whole: int, runs: list[_Run], copies: list[tuple[int, int, int]]
