@@ -33,6 +33,9 @@ from jaxrl_llm.types import EOS, Prompt, Reward
 EXPERIMENT = Path(__file__).parents[1] / "laptop_dapo.py"
 
 
+warm_up = answers.warm_up  # of the workers, before they are forked
+
+
 def busy(prompt: Prompt, text: str, finish: str, cpu_ms: float = 50.0) -> Reward:
     """Computes for so long."""
     end = time.process_time() + cpu_ms / 1000
