@@ -84,7 +84,7 @@ def from_disk(url: str, folder: str, version: int, ca: str | None = None) -> Non
 def vllm(url: str, folder: str, version: int, ca: str | None = None) -> None:
     """`rollout.reload` for vLLM, started with VLLM_SERVER_DEV_MODE=1."""
     call(url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}, ca=ca)
-    call(url, "/reset_prefix_cache", {}, ca=ca)  # keys and values of prompts, by the old weights
+    call(url, "/reset_prefix_cache?reset_running_requests=true", {}, ca=ca)  # keys and values by the old weights
 
 
 @dataclass
@@ -128,17 +128,18 @@ class Servers:
         shutil.rmtree(folder, ignore_errors=True)  # that of an earlier run
         write(folder)
         self._written.append((folder, version))
-        for pushed in [spawn(partial(self.on, server, lambda _: True)) for server in self.left()]:
+        for pushed in [spawn(partial(self.on, server, lambda *_: True)) for server in self.left()]:
             pushed.result()
         for old, _ in self._written[:-2]:  # a server that has failed may still be reading the one before
             shutil.rmtree(old, ignore_errors=True)
+        del self._written[:-2]
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
     def left(self) -> list[_Server]:
         return [server for server in self.servers if not server.aside]
 
-    def on(self, server: _Server, ask: Callable[[_Server], Any]) -> Any:
-        """What `ask` finds at a server, which has the newest weights; None if it fails."""
+    def on(self, server: _Server, ask: Callable[[_Server, int], Any]) -> Any:
+        """What `ask` finds at a server, which has the newest weights, of this version; None if it fails."""
         try:
             with server.loading:
                 folder, version = self._written[-1]
@@ -147,7 +148,7 @@ class Servers:
                     server.model, server.owner = str(card["id"]), str(card.get("owned_by"))
                     self.reload(server.url, str(folder), version)
                     server.loaded = version
-            found = ask(server)
+            found = ask(server, version)
         except PermissionError:
             raise
         except (OSError, Lie, KeyError, IndexError, TypeError, AttributeError) as error:
@@ -169,7 +170,7 @@ class Servers:
                 server.aside = True
                 print(f"a sampler is set aside: {server.error}", file=sys.stderr)
 
-    def attempt(self, ask: Callable[[_Server], Any], over: threading.Event) -> Any:
+    def attempt(self, ask: Callable[[_Server, int], Any], over: threading.Event) -> Any:
         """What `ask` finds at a server, at another one if that fails; ConnectionError when none is left."""
         for _ in range(self.retries + 1):
             with self._changed:
@@ -195,16 +196,10 @@ class Servers:
 
 def spawn(fn: Callable[[], Any]) -> Future:
     """The future of fn(), in a thread that does not keep the process from ending."""
-    future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(fn())
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+    begun = Future()
+    out = gathered([begun], fn)
+    threading.Thread(target=begun.set_result, args=(None,), daemon=True).start()
+    return out
 
 
 @dataclass(frozen=True)
@@ -247,7 +242,7 @@ class OpenAIEngine:
     def probe(self, request: Request) -> dict[str, Group]:
         """The answer to a request of each server that can be reached, by its name."""
         numbers, servers = range(request.group), self.servers.left()
-        ask = lambda server: [self._draw(request, [g], server)[g] for g in numbers]
+        ask = lambda server, version: [self._draw(request, [g], server, version)[g] for g in numbers]
         return {server.url: tuple(group) for server in servers if (group := self.servers.on(server, ask)) is not None}
 
     def close(self) -> None:
@@ -270,9 +265,9 @@ class OpenAIEngine:
 
         return gathered(calls, group), len(calls)
 
-    def _draw(self, request: Request, numbers: Sequence[int], server: _Server) -> dict[int, Answer]:
+    def _draw(self, request: Request, numbers: Sequence[int], server: _Server, version: int) -> dict[int, Answer]:
         """Answers of these numbers, from one call to a server. Lie: what it says cannot be so."""
-        answers, version, sglang = [PartialAnswer(request, g) for g in numbers], server.loaded, "sgl" in server.owner
+        answers, sglang = [PartialAnswer(request, g) for g in numbers], "sgl" in server.owner
         prompt, most = [*request.prompt, *answers[0].tokens], answers[0].limit - len(answers[0].tokens)
         s, ends, stop = request.sampling, list(self.tokenizer.eos_ids), list(request.stop)
         drawn = {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k or -1, "n": len(numbers)}

@@ -16,8 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.data.tokenizers import Tokenizer
-from jaxrl_llm.sampler.requests import Request
+from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.serving import server
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP, expect
@@ -89,13 +91,14 @@ def fields(data: bytes, known: Known) -> dict[str, Any]:
     return {name: spec[0] if body.get(name) is None else body[name] for name, spec in known.items()}
 
 
-def parse(data: bytes, model: str, tokenizer: Tokenizer) -> Asked:
+def parse(data: bytes, model: str, config: Any) -> Asked:
     """What the body of /v1/completions asks for. ValueError names the field; Refused: the model has another name.
 
     Sample i of a prompt depends on (prompt, sampling, seed, i) alone. The seed's lower 32 bits are `Request.seed`, the
-    31 above them `Request.draw`.
+    31 above them `Request.draw`. What of a prompt is beyond the longest is a begun answer: prompt and answer share the
+    context. config: the engine's `SlotConfig`.
     """
-    f, ends = fields(data, FIELDS), tokenizer.eos_ids
+    f, tokenizer, ends = fields(data, FIELDS), config.tokenizer, config.tokenizer.eos_ids
     if f["model"] not in ("", model):
         raise Refused(404, f"model is {f['model']!r}; expected {model!r}")
     ids, prompts = f["stop_token_ids"], f["prompt"]
@@ -108,15 +111,27 @@ def parse(data: bytes, model: str, tokenizer: Tokenizer) -> Asked:
     for prompt in prompts:
         draw, seed = divmod(secrets.randbits(63) if f["seed"] is None else f["seed"], 2**32)
         tokens = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        requests.append(Request(tokens, f["n"], f["max_tokens"], sampling, stop, seed, draw))
+        tail, room = np.array(tokens[config.max_prompt_tokens :], np.int32), config.max_tokens - f["max_tokens"]
+        expected = f"at most {config.max_prompt_tokens + room}, for max_tokens = {f['max_tokens']}"
+        expect(len(tail) <= max(room, 0), "prompt", f"{len(tokens)} tokens", expected)
+        highest, size = max(tokens, default=0), config.model.vocab_size
+        expect(highest < size, "prompt", highest, f"token ids in [0, {size})")
+        begun = (Answer(tail, np.zeros(len(tail), np.float32), np.zeros_like(tail), CANCELLED),) * f["n"]
+        asked = (f["n"], f["max_tokens"] + len(tail), sampling, stop, seed, draw, begun if len(tail) else ())
+        requests.append(Request(tokens[: config.max_prompt_tokens], *asked))
     return Asked(tuple(requests), f["stream"], f["logprobs"] is not None, f["return_token_ids"])
+
+
+def _tail(request: Request) -> list[int]:
+    """The end of a prompt that is longer than prompts are."""
+    return request.begun[0].tokens.tolist() if request.begun else []
 
 
 def _text(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str], finish: str) -> str:
     """What is shown of an answer: neither what has ended it nor, while it is drawn, what may yet turn out to."""
     text = tokenizer.decode([t for t in tokens if t not in tokenizer.eos_ids])
     if finish == STOP:
-        return text[: min(at for s in stop if (at := text.find(s)) >= 0)]
+        return text[: min((at for s in stop if (at := text.find(s)) >= 0), default=None)]  # it may begin in the prompt
     if finish == CANCELLED:  # a character may lack a part, and a stop string its end
         text = text.rstrip("\ufffd")
         return text[: max(0, len(text) - max((len(s) - 1 for s in stop), default=0))]
@@ -144,7 +159,8 @@ class _Choice:
             names = [tokenizer.decode([t]) for t in tokens[first:]]
             choice["logprobs"] = {"tokens": names, "token_logprobs": logp[first:]}
         if asked.token_ids:
-            choice |= {"token_ids": tokens[first:]} | ({} if first else {"prompt_token_ids": self.request.prompt})
+            choice["token_ids"] = tokens[first:]
+            choice |= {} if first else {"prompt_token_ids": [*self.request.prompt, *_tail(self.request)]}
         return [choice]
 
 
@@ -218,11 +234,12 @@ class Api:
         states, tokenizer = [], self.backend.engine.config.tokenizer
         for group in groups:
             with group.lock:
-                states += [(list(a.tokens), list(a.logp), a.finish) for a in group.active.answers]
+                skip = len(_tail(group.request))
+                states += [(a.tokens[skip:], a.logp[skip:], a.finish) for a in group.active.answers]
         if done and any(finish == CANCELLED for *_, finish in states):
             raise Refused(503, "the server has cancelled it")
         news = [x for c, state in zip(choices, states, strict=True) for x in c.news(asked, tokenizer, *state)]
-        old, new = sum(len(r.prompt) for r in asked.requests), sum(len(tokens) for tokens, *_ in states)
+        old, new = sum(len(r.prompt) + len(_tail(r)) for r in asked.requests), sum(len(tokens) for tokens, *_ in states)
         used = {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
         return {"choices": news, "usage": used if done else None} if news else {}
 
@@ -297,7 +314,7 @@ class Handler(BaseHTTPRequestHandler):
         return bool(poll.poll(0))  # nothing else is to come than the connection's end
 
     def _complete(self) -> dict[str, Any] | None:
-        asked = parse(self._body(), self.api.name, self.api.backend.engine.config.tokenizer)
+        asked = parse(self._body(), self.api.name, self.api.backend.engine.config)
         replies = self.api.complete(asked, self._gone)
         first = next(replies)  # what is wrong has its status up to here
         if not asked.stream:

@@ -109,6 +109,21 @@ def test_a_reply_tells_prompt_text_and_lengths(api):
     assert bare["logprobs"] is None
 
 
+def test_prompt_and_answer_share_the_context(api):
+    prompt = TEXTS[2] * 2  # 38 tokens, of which 19 are a prompt's
+    for n, asked in ((2, {}), (2, {"stop": "ab"})):
+        found, pieces = choices(api, prompt=prompt, n=n, **asked), events(api, prompt=prompt, n=n, **asked)
+        for choice in found:
+            ids = choice["token_ids"]
+            (forced,) = decode.generate(LOCAL, [Request(PROMPTS[2] * 2)], script=lambda *_, ids=ids: tuple(ids))
+            np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], forced[0].logp, atol=1e-5)
+            assert choice["prompt_token_ids"] == list(PROMPTS[2] * 2)
+            parts = [c for piece in pieces for c in piece["choices"] if c["index"] == choice["index"]]
+            assert [i for c in parts for i in c["token_ids"]] == ids
+            assert "".join(c["text"] for c in parts) == choice["text"]
+    assert pieces[-1]["usage"]["prompt_tokens"] == 38
+
+
 def test_answers_without_a_seed_differ(api):
     assert len({choices(api, seed=None)[0]["text"] for _ in range(4)}) > 1
 
@@ -167,7 +182,7 @@ WRONG = {
     "n is True": {"n": True},
     "n is 1.0": {"n": 1.0},
     "max_tokens is 0": {"max_tokens": 0},
-    "max_tokens is 41; expected at most 40": {"max_tokens": 41},
+    "max_tokens is 41; expected at most 40": {"max_tokens": 41, "prompt": "a"},
     "max_tokens is 2147483648": {"max_tokens": 2**31},
     "temperature is -1": {"temperature": -1},
     "temperature is 1e-39": {"temperature": 1e-39},
@@ -189,8 +204,9 @@ WRONG = {
     "stop_token_ids is {}": {"stop_token_ids": {}},
     "stream is 'yes'": {"stream": "yes"},
     "prompt is '0 tokens'; expected 1 to 19": {"prompt": []},
-    "prompt is '20 tokens'; expected 1 to 19": {"prompt": "a" * 20},
-    "prompt is [16, 16]; expected token ids in [0, 16)": {"prompt": [16]},
+    "prompt is '40 tokens'; expected at most 39, for max_tokens = 20": {"prompt": "a" * 40},
+    "prompt is 16; expected token ids in [0, 16)": {"prompt": [16]},
+    "prompt is 99; expected token ids in [0, 16)": {"prompt": [2] * 20 + [99]},
     "prompt is [-1]": {"prompt": [-1]},
     "prompt is [True]": {"prompt": [True]},
     "prompt is [['a']]": {"prompt": [["a"]]},
