@@ -253,9 +253,10 @@ class OpenAIEngine:
         """The future group, and how many calls it takes."""
         check(request, vocab_size=self.model.vocab_size)
         kept = {g: a.answer() for g in range(request.group) if not (a := PartialAnswer(request, g)).open}
-        numbers, owners = [g for g in range(request.group) if g not in kept], {s.owner for s in self.servers.left()}
+        numbers = [g for g in range(request.group) if g not in kept]
+        known = {server.owner for server in self.servers.left() if server.owner}
         # Greedy answers are equal, and vLLM does not draw several of them.
-        whole = not request.begun and request.sampling.temperature > 0 and owners <= SEEDED_CHOICES
+        whole = not request.begun and request.sampling.temperature > 0 and known <= SEEDED_CHOICES
         asks = [partial(self._draw, request, part) for part in ([numbers] if whole else [[g] for g in numbers])]
         calls = [spawn(partial(self.servers.attempt, ask, over)) for ask in asks]
 
@@ -267,6 +268,8 @@ class OpenAIEngine:
 
     def _draw(self, request: Request, numbers: Sequence[int], server: _Server, version: int) -> dict[int, Answer]:
         """Answers of these numbers, from one call to a server. Lie: what it says cannot be so."""
+        if len(numbers) > 1 and server.owner not in SEEDED_CHOICES:  # which was not known when this was begun
+            return {g: self._draw(request, [g], server, version)[g] for g in numbers}
         answers, sglang = [PartialAnswer(request, g) for g in numbers], "sgl" in server.owner
         prompt, most = [*request.prompt, *answers[0].tokens], answers[0].limit - len(answers[0].tokens)
         s, ends, stop = request.sampling, list(self.tokenizer.eos_ids), list(request.stop)

@@ -370,7 +370,7 @@ def test_a_server_that_is_back_gets_the_weights_before_it_is_asked(tmp_path):
     time.sleep(0.3)
     with running(stub := Stub(), port):
         thread.join(20)
-        assert_answered(found, requests, group_seeds=False)  # nobody knew whether it has them
+        assert_answered(found, requests)
         assert [p for p, _ in stub.seen].count("/v1/models") == len(loads) == 1
     engine.servers.patience_s = 0.2
     with pytest.raises(ConnectionError, match="no sampler is left"):
@@ -378,6 +378,9 @@ def test_a_server_that_is_back_gets_the_weights_before_it_is_asked(tmp_path):
     with running(Stub()) as one, running(Stub()) as other:
         engine = engine_of([one, other, url], tmp_path, reload=reload)
         assert_answered(decode.generate(engine, requests), requests)
+    engine = engine_of([url], tmp_path, patience_s=30)
+    with running(Stub("sglang"), port):  # for whose kind nobody has divided the group
+        assert_answered(decode.generate(engine, requests), requests, group_seeds=False)
 
 
 def test_what_hangs_is_given_up_and_closing_ends_what_waits(tmp_path):

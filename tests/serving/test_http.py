@@ -6,25 +6,27 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from fake_backend import until
-from test_decode import CHAIN, MODEL, PROMPTS, TEXTS, TOKENIZER, chain, random_params
+from test_decode import CHAIN, PROMPTS, TEXTS, TOKENIZER, chain
+from test_openai import FIRST, SECOND
+from test_openai import FOLDERED as MODEL
 
 pytest.importorskip("jetstream", reason="google-jetstream is not installed (extra `serve`)")
-from test_engine import FOREVER, SIZES, WEIGHTS, closing
+from test_engine import FOREVER, SIZES, closing
 
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler import decode, weights
-from jaxrl_llm.sampler.requests import Request
+from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.serving.backend import DriverBackend
 from jaxrl_llm.serving.http import MAX_BODY, Api, listening
-from jaxrl_llm.types import LENGTH
+from jaxrl_llm.types import CANCELLED, LENGTH
 
+WEIGHTS = weights.push(MODEL, FIRST, None)
 LOCAL = decode.LocalEngine(MODEL, TOKENIZER, WEIGHTS, max_tokens=40)
 SEED, DRAW = 5, 7
 ASKED = {"prompt": TEXTS[0], "max_tokens": 20, "seed": DRAW * 2**32 + SEED, "return_token_ids": True, "logprobs": 1}
@@ -110,18 +112,19 @@ def test_a_reply_tells_prompt_text_and_lengths(api):
 
 
 def test_prompt_and_answer_share_the_context(api):
-    prompt = TEXTS[2] * 2  # 38 tokens, of which 19 are a prompt's
-    for n, asked in ((2, {}), (2, {"stop": "ab"})):
-        found, pieces = choices(api, prompt=prompt, n=n, **asked), events(api, prompt=prompt, n=n, **asked)
-        for choice in found:
-            ids = choice["token_ids"]
-            (forced,) = decode.generate(LOCAL, [Request(PROMPTS[2] * 2)], script=lambda *_, ids=ids: tuple(ids))
-            np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], forced[0].logp, atol=1e-5)
-            assert choice["prompt_token_ids"] == list(PROMPTS[2] * 2)
-            parts = [c for piece in pieces for c in piece["choices"] if c["index"] == choice["index"]]
-            assert [i for c in parts for i in c["token_ids"]] == ids
-            assert "".join(c["text"] for c in parts) == choice["text"]
-    assert pieces[-1]["usage"]["prompt_tokens"] == 38
+    """What of a prompt is longer than prompts are is a begun answer, of which nothing is told."""
+    tail = Answer(np.array(PROMPTS[0], np.int32), np.zeros(3, np.float32), np.zeros(3, np.int32), CANCELLED)
+    asked = {"prompt": TEXTS[2] + TEXTS[0], "n": 2, "stop": "ca"}  # of which "c" is the prompt's
+    request = Request(PROMPTS[2], 2, 23, stop=("ca",), seed=SEED, draw=DRAW, begun=(tail, tail))
+    expected, found, pieces = api.backend.submit(request).result(60), choices(api, **asked), events(api, **asked)
+    for choice, answer in zip(found, expected, strict=True):
+        assert choice["token_ids"] == answer.tokens.tolist()[3:]
+        assert choice["prompt_token_ids"] == [*PROMPTS[2], *PROMPTS[0]]
+        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], answer.logp[3:], atol=1e-5)
+        parts = [c for piece in pieces for c in piece["choices"] if c["index"] == choice["index"]]
+        assert [i for c in parts for i in c["token_ids"]] == choice["token_ids"]
+        assert "".join(c["text"] for c in parts) == choice["text"]
+    assert pieces[-1]["usage"]["prompt_tokens"] == 22
 
 
 def test_answers_without_a_seed_differ(api):
@@ -136,7 +139,9 @@ def test_stop_strings_end_an_answer_and_are_not_shown(api):
     (expected,) = drawn(stop=(stop,))
     assert_same([choice], [expected])
     assert (choice["text"], choice["finish_reason"]) == (text[: text.find(stop)], "stop")
-    assert choices(api, stop=stop) == [choice]
+    (alone,) = choices(api, stop=stop)
+    assert_same([alone], [expected])
+    assert alone["text"] == choice["text"]
 
 
 # --- streams ------------------------------------------------------------------------------------------------------
@@ -331,27 +336,24 @@ def test_an_error_of_the_server_fails_that_request_alone(api, monkeypatch):
 
 # --- weights ------------------------------------------------------------------------------------------------------
 
-FOLDERED = replace(MODEL, qkv_bias=False)  # a qwen3
-
 
 def test_weights_come_from_a_folder_below_the_one_that_is_named(tmp_path):
     from jaxrl_llm.models import hf
     from jaxrl_llm.sampler.client import named
 
     (root := tmp_path / "weights").mkdir()
-    first, second = (random_params(FOLDERED, seed) for seed in (0, 1))
-    hf.export(second, FOLDERED, TOKENIZER, root / "second", "float32")
-    hf.export(second, FOLDERED, TOKENIZER, tmp_path / "outside", "float32")
+    hf.export(SECOND, MODEL, TOKENIZER, root / "second", "float32")
+    hf.export(SECOND, MODEL, TOKENIZER, tmp_path / "outside", "float32")
     (root / "link").symlink_to(tmp_path / "outside")
-    held = lambda params, version=0: weights.push(FOLDERED, params, None, version=version)
-    with closing(DriverBackend(FOLDERED, TOKENIZER, held(first), slots=4, **SIZES)) as made, serving(made) as served:
+    held = lambda params, version=0: weights.push(MODEL, params, None, version=version)
+    with closing(DriverBackend(MODEL, TOKENIZER, held(FIRST), slots=4, **SIZES)) as made, serving(made) as served:
         reload = lambda **body: send(served, body, "/update_weights_from_disk")
         assert reload(model_path=str(root / "second"))[0] == 403
         mesh = sharding.make_mesh()
 
         def load(folder, version):
             with jax.set_mesh(mesh):
-                made.load(named(weights.push(FOLDERED, hf.load(FOLDERED, mesh, folder), mesh).params), version)
+                made.load(named(weights.push(MODEL, hf.load(MODEL, mesh, folder), mesh).params), version)
 
         served.root, served.load = root, load
         for path in (
@@ -371,10 +373,10 @@ def test_weights_come_from_a_folder_below_the_one_that_is_named(tmp_path):
             {"model_path": 3},
         ):
             assert reload(**{"model_path": str(root / "second")} | wrong)[0] == 400
-        old = decode.LocalEngine(FOLDERED, TOKENIZER, held(first), max_tokens=40)
+        old = decode.LocalEngine(MODEL, TOKENIZER, held(FIRST), max_tokens=40)
         assert_same(choices(served, n=2), drawn(group=2, engine=old))
         assert reload(model_path=str(root / "second"), weight_version="6")[0] == 200
-        new = decode.LocalEngine(FOLDERED, TOKENIZER, held(second), max_tokens=40)
+        new = decode.LocalEngine(MODEL, TOKENIZER, held(SECOND), max_tokens=40)
         assert_same(choices(served, n=2), drawn(group=2, engine=new))
         assert send(served, None, "/health", "GET")[1]["version"] == 6
         assert reload(model_path=str(root / "second"))[0] == 200
