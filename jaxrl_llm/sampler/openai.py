@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import math
 import os
@@ -12,13 +11,16 @@ import ssl
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.error import HTTPError
+from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models import hf, lora
@@ -29,7 +31,7 @@ from jaxrl_llm.sampler.scoring import gathered
 from jaxrl_llm.types import CANCELLED, expect
 
 SCHEME = "openai+"  # before http:// or https:// in rollout.servers
-CONNECT_S = 10.0
+LOOK_S = 10.0  # a server that takes longer to say what it has is down
 BACKOFF_S = 0.1, 5.0  # between attempts to reach a server that is down: the first and the longest
 ASK_S = 0.2  # after so long a source that had no request is asked again: the learner may have caught up
 ROUNDING = 1e-5  # nats that a log-prob may be above 0
@@ -46,30 +48,26 @@ class Busy(OSError):
     """A server has answered that it cannot do this now."""
 
 
-def call(url: str, path: str, body: Any = None, *, ca: str | None = None, timeout_s: float = 600.0) -> Any:
-    """The JSON that a server replies to a POST, or to a GET without a body. $JAXRL_TOKEN, if set, goes along.
+def call(
+    url: str, path: str, body: Any = None, *, ca: str | None = None, timeout_s: float = 600.0, push: bool = False
+) -> Any:
+    """The JSON that a server replies to a POST, or to a GET without a body.
 
-    Raises what `FINAL` has for a status of failure, Busy for others, OSError where there is no reply, Lie if no JSON.
+    $JAXRL_TOKEN goes along if it is set, or, with `push`, $JAXRL_PUSH_TOKEN if that is. Raises what `FINAL` has for a
+    status of failure, Busy for others, OSError where there is no reply, Lie if it is no JSON.
     """
-    where, token = urlsplit(url), os.environ.get("JAXRL_TOKEN")
+    token = (push and os.environ.get("JAXRL_PUSH_TOKEN")) or os.environ.get("JAXRL_TOKEN")
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    kind = http.client.HTTPConnection
-    if where.scheme == "https":
-        kind = partial(http.client.HTTPSConnection, context=ssl.create_default_context(cafile=ca))
-    connection = kind(where.hostname, where.port, timeout=CONNECT_S)
+    secure = [HTTPSHandler(context=ssl.create_default_context(cafile=ca))] * url.startswith("https")
+    post = urllib.request.Request(url + path, body if body is None else json.dumps(body).encode(), headers)
     try:
-        connection.connect()
-        connection.sock.settimeout(timeout_s)
-        connection.request("GET" if body is None else "POST", path, body if body is None else json.dumps(body), headers)
-        reply = connection.getresponse()
-        status, data = reply.status, reply.read()
-    except http.client.HTTPException as error:
+        with build_opener(ProxyHandler({}), *secure).open(post, timeout=timeout_s) as reply:
+            text = reply.read().decode(errors="replace")
+    except HTTPError as error:
+        text = " ".join(error.read(1000).decode(errors="replace").split())
+        raise FINAL.get(error.code, Busy)(f"{url}{path}: {error.code}: {text[:300]}") from None
+    except HTTPException as error:
         raise OSError(f"{type(error).__name__}: {error}") from None
-    finally:
-        connection.close()
-    text = " ".join(data.decode(errors="replace").split())
-    if status >= 300:
-        raise FINAL.get(status, Busy)(f"{url}{path}: {status}: {text[:300]}")
     try:
         return json.loads(text or "{}")
     except ValueError:
@@ -78,7 +76,7 @@ def call(url: str, path: str, body: Any = None, *, ca: str | None = None, timeou
 
 def from_disk(url: str, folder: str, version: int, ca: str | None = None) -> None:
     """`rollout.reload` for SGLang, and for `jaxrl serve --weights`."""
-    call(url, "/update_weights_from_disk", {"model_path": folder, "weight_version": str(version)}, ca=ca)
+    call(url, "/update_weights_from_disk", {"model_path": folder, "weight_version": str(version)}, ca=ca, push=True)
 
 
 def vllm(url: str, folder: str, version: int, ca: str | None = None) -> None:
@@ -144,7 +142,7 @@ class Servers:
             with server.loading:
                 folder, version = self._written[-1]
                 if server.loaded != version:
-                    card = call(server.url, "/v1/models", ca=self.ca, timeout_s=CONNECT_S)["data"][0]
+                    card = call(server.url, "/v1/models", ca=self.ca, timeout_s=LOOK_S)["data"][0]
                     server.model, server.owner = str(card["id"]), str(card.get("owned_by"))
                     self.reload(server.url, str(folder), version)
                     server.loaded = version

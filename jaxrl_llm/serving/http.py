@@ -9,7 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -62,16 +62,6 @@ class Refused(Exception):
     """Ends a call with an HTTP status: it and what the client is told."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request for completions. Lengths and ids are left for the backend to check."""
-
-    requests: tuple[Request, ...]  # one a prompt
-    stream: bool
-    logprobs: bool
-    token_ids: bool
-
-
 def fields(data: bytes, known: Known) -> dict[str, Any]:
     """The fields of a JSON object, defaults where they are missing or null. ValueError names one that is wrong.
 
@@ -91,12 +81,12 @@ def fields(data: bytes, known: Known) -> dict[str, Any]:
     return {name: spec[0] if body.get(name) is None else body[name] for name, spec in known.items()}
 
 
-def parse(data: bytes, model: str, config: Any) -> Asked:
-    """What the body of /v1/completions asks for. ValueError names the field; Refused: the model has another name.
+def parse(data: bytes, model: str, config: Any) -> dict[str, Any]:
+    """The fields of a body for /v1/completions, and `requests`, one a prompt, for the backend to check.
 
     Sample i of a prompt depends on (prompt, sampling, seed, i) alone. The seed's lower 32 bits are `Request.seed`, the
     31 above them `Request.draw`. What of a prompt is beyond the longest is a begun answer: prompt and answer share the
-    context. config: the engine's `SlotConfig`.
+    context. config: the engine's `SlotConfig`. ValueError names a field; Refused: the model has another name.
     """
     f, tokenizer, ends = fields(data, FIELDS), config.tokenizer, config.tokenizer.eos_ids
     if f["model"] not in ("", model):
@@ -119,7 +109,7 @@ def parse(data: bytes, model: str, config: Any) -> Asked:
         begun = (Answer(tail, np.zeros(len(tail), np.float32), np.zeros_like(tail), CANCELLED),) * f["n"]
         asked = (f["n"], f["max_tokens"] + len(tail), sampling, stop, seed, draw, begun if len(tail) else ())
         requests.append(Request(tokens[: config.max_prompt_tokens], *asked))
-    return Asked(tuple(requests), f["stream"], f["logprobs"] is not None, f["return_token_ids"])
+    return f | {"requests": requests}
 
 
 def _tail(request: Request) -> list[int]:
@@ -148,17 +138,17 @@ class _Choice:
     characters: int = 0
     finish: str | None = None
 
-    def news(self, asked: Asked, tokenizer: Tokenizer, tokens: list, logp: list, finish: str) -> list[dict[str, Any]]:
+    def news(self, asked: dict, tokenizer: Tokenizer, tokens: list, logp: list, finish: str) -> list[dict[str, Any]]:
         """What has not been sent of it, as a choice of the reply, or nothing."""
         text, begin, first = _text(tokenizer, tokens, self.request.stop, finish), self.characters, self.tokens
         if self.finish or (len(tokens) == first and len(text) <= begin and finish == CANCELLED):
             return []
         self.tokens, self.characters, self.finish = len(tokens), max(begin, len(text)), FINISH.get(finish)
         choice = {"index": self.index, "text": text[begin:], "finish_reason": self.finish, "logprobs": None}
-        if asked.logprobs:
+        if asked["logprobs"] is not None:
             names = [tokenizer.decode([t]) for t in tokens[first:]]
             choice["logprobs"] = {"tokens": names, "token_logprobs": logp[first:]}
-        if asked.token_ids:
+        if asked["return_token_ids"]:
             choice["token_ids"] = tokens[first:]
             choice |= {} if first else {"prompt_token_ids": [*self.request.prompt, *_tail(self.request)]}
         return [choice]
@@ -169,7 +159,10 @@ class Api:
     """Completions of one policy, from any thread; before there is a backend it answers 503."""
 
     name: str  # of the model
-    token: str | None = None
+    token: str | None = (
+        None  # that callers have to bring; push_token: that those who bring weights have to, in its place
+    )
+    push_token: str | None = None
     max_waiting: int = 256  # groups that may be under way
     deadline_s: float = 600.0  # for each request
     root: Path | None = None  # where folders with weights may lie
@@ -197,18 +190,18 @@ class Api:
             self.load(folder, self.backend.version + 1 if version < 0 else version)
         return {"success": True, "message": f"{folder} is version {self.backend.version}"}
 
-    def complete(self, asked: Asked, gone: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    def complete(self, asked: dict, gone: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         """The reply; with `stream` piece by piece. gone: whether the client has hung up, which ends all."""
-        wake, groups, count, end = threading.Event(), [], len(asked.requests), time.monotonic() + self.deadline_s
-        choices = [_Choice(i, r) for i, r in enumerate(r for r in asked.requests for _ in range(r.group))]
+        wake, groups, count, end = threading.Event(), [], len(asked["requests"]), time.monotonic() + self.deadline_s
+        choices = [_Choice(i, r) for i, r in enumerate(r for r in asked["requests"] for _ in range(r.group))]
         about = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time())}
         with self._lock:
             if self._under_way + count > self.max_waiting:
                 raise Refused(429, f"{self._under_way} groups are under way; expected room for {count} more")
             self._under_way += count
         try:
-            for request in asked.requests:
-                groups.append(self.backend.submit(request, (lambda _: wake.set()) if asked.stream else None))
+            for request in asked["requests"]:
+                groups.append(self.backend.submit(request, (lambda _: wake.set()) if asked["stream"] else None))
                 groups[-1].add_done_callback(lambda _: wake.set())
             done = False
             while not done:
@@ -219,7 +212,7 @@ class Api:
                     raise ConnectionError("the client has hung up")
                 if not done and time.monotonic() > end:
                     raise Refused(503, f"not done within {self.deadline_s:g} s")
-                if (done or asked.stream) and (news := self._news(asked, groups, choices, done)):
+                if (done or asked["stream"]) and (news := self._news(asked, groups, choices, done)):
                     yield about | {"model": self.name} | news
         except RuntimeError as error:  # the backend is closed
             raise Refused(503, str(error)) from None
@@ -229,7 +222,7 @@ class Api:
             with self._lock:
                 self._under_way -= count
 
-    def _news(self, asked: Asked, groups: list, choices: list[_Choice], done: bool) -> dict[str, Any]:
+    def _news(self, asked: dict, groups: list, choices: list[_Choice], done: bool) -> dict[str, Any]:
         """Choices of which there is something to tell, and, when all are done, how many tokens there were."""
         states, tokenizer = [], self.backend.engine.config.tokenizer
         for group in groups:
@@ -239,7 +232,10 @@ class Api:
         if done and any(finish == CANCELLED for *_, finish in states):
             raise Refused(503, "the server has cancelled it")
         news = [x for c, state in zip(choices, states, strict=True) for x in c.news(asked, tokenizer, *state)]
-        old, new = sum(len(r.prompt) + len(_tail(r)) for r in asked.requests), sum(len(tokens) for tokens, *_ in states)
+        old, new = (
+            sum(len(r.prompt) + len(_tail(r)) for r in asked["requests"]),
+            sum(len(tokens) for tokens, *_ in states),
+        )
         used = {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
         return {"choices": news, "usage": used if done else None} if news else {}
 
@@ -271,10 +267,14 @@ class Handler(BaseHTTPRequestHandler):
         self._answer({"/v1/completions": self._complete, "/update_weights_from_disk": reload})
 
     def _answer(self, methods: dict[str, Callable[[], dict[str, Any] | None]]) -> None:
-        path, token = self.path.partition("?")[0], self.api.token
+        path, said = self.path.partition("?")[0], self.headers["authorization"]
+        knows = lambda secret: secret is not None and server._knows(secret, said)
+        trusted = knows(self.api.push_token) or self.api.push_token is None
         try:
-            if path != "/health" and token and not server._knows(token, self.headers["authorization"]):
+            if path != "/health" and self.api.token and not (knows(self.api.token) or knows(self.api.push_token)):
                 raise Refused(401, "authorization: expected Bearer and the token")
+            if path == "/update_weights_from_disk" and not trusted:
+                raise Refused(403, "authorization: expected Bearer and the token for pushes")
             if path not in methods:
                 raise Refused(404, f"{self.command} {path[:100]}: expected {' or '.join(methods)}")
             if self.api.backend is None:
@@ -282,10 +282,8 @@ class Handler(BaseHTTPRequestHandler):
             if (reply := methods[path]()) is not None:
                 self._send(200, reply)
         except Exception as error:  # an OSError: the client has gone, or takes nothing any more
-            known = error.args if isinstance(error, Refused) else (400, str(error))
-            status, text = (
-                known if isinstance(error, Refused | ValueError) else (500, f"{type(error).__name__}: {error}")
-            )
+            other = (400, str(error)) if isinstance(error, ValueError) else (500, f"{type(error).__name__}: {error}")
+            status, text = error.args if isinstance(error, Refused) else other
             with suppress(OSError):
                 self._send(status, {"error": {"message": text[:500], "type": "error", "code": status}})
 
@@ -315,21 +313,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def _complete(self) -> dict[str, Any] | None:
         asked = parse(self._body(), self.api.name, self.api.backend.engine.config)
-        replies = self.api.complete(asked, self._gone)
-        first = next(replies)  # what is wrong has its status up to here
-        if not asked.stream:
-            return first
-        self._send(200, None, "text/event-stream")
         event = lambda data: self.wfile.write(f"data: {data}\n\n".encode())
-        try:
+        with closing(self.api.complete(asked, self._gone)) as replies:
+            first = next(replies)  # what is wrong has its status up to here
+            if not asked["stream"]:
+                return first
+            self._send(200, None, "text/event-stream")
             event(json.dumps(first))
-            for reply in replies:
-                event(json.dumps(reply))
-            event("[DONE]")
-        except Refused as error:
-            event(json.dumps({"error": {"message": error.args[1], "code": error.args[0]}}))
-        finally:
-            replies.close()
+            try:
+                for reply in replies:
+                    event(json.dumps(reply))
+                event("[DONE]")
+            except Refused as error:
+                event(json.dumps({"error": {"message": error.args[1], "code": error.args[0]}}))
 
 
 @contextmanager

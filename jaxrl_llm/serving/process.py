@@ -36,22 +36,20 @@ def policy(source: Path, assignments: tuple[str, ...]) -> tuple[Config, Any]:
 def check(http_port: int | None, weights: Path | None, **listen: Any) -> None:
     """ValueError unless it is safe to listen so, and there is something to listen to."""
     server.check_listen(token=os.environ.get(TOKEN), http_port=http_port, **listen)
-    expect(
-        weights is None or (http_port is not None and weights.is_dir()), "weights", weights, "a folder, with http_port"
-    )
+    usable = weights is None or (http_port is not None and weights.is_dir())
+    expect(usable, "weights", weights, "a folder, and http_port")
 
 
-def work(
-    source: Path, assignments: tuple[str, ...], http_port: int | None, weights: Path | None, **listen: Any
-) -> None:
-    """Serve in this process. http_port, weights: for OpenAI's API. listen: keywords of `server.serve`."""
+def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
+    """Serve in this process. listen: keywords of `server.serve`, and http_port and weights, for OpenAI's API."""
     from jaxrl_llm.serving import backend
 
-    check(http_port, weights, **listen)  # before anything is loaded
+    check(**listen)  # before anything is loaded
+    http_port, weights = listen.pop("http_port"), listen.pop("weights")
     config, params = policy(source, assignments)
     r, model, kept = config.rollout, trainer.sampler_model(config), trainer.quantized(config)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    api = http.Api(source.resolve().stem, os.environ.get(TOKEN), root=weights)
+    api = http.Api(source.resolve().stem, os.environ.get(TOKEN), os.environ.get("JAXRL_PUSH_TOKEN"), root=weights)
 
     def make() -> backend.DriverBackend:
         pushed = sampler_weights.push(model, params, mesh, quantized=kept)

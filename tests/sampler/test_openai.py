@@ -408,6 +408,12 @@ def test_the_token_goes_along(tmp_path, monkeypatch):
         monkeypatch.setenv("JAXRL_TOKEN", "a secret")
         decode.generate(engine_of([url], tmp_path), asked(1))
         assert stub.token == "Bearer a secret"
+        monkeypatch.setenv("JAXRL_PUSH_TOKEN", "for pushes")
+        decode.generate(engine_of([url], tmp_path), asked(1))
+        assert stub.token == "Bearer a secret"
+        stub.replies["/update_weights_from_disk"] = lambda body: {}
+        from_disk(url, "/w", 1)
+        assert stub.token == "Bearer for pushes"
 
 
 # --- weights ------------------------------------------------------------------------------------------------------

@@ -268,6 +268,13 @@ def test_the_token_is_asked_for(api):
             assert send(served, None, "/v1/models", "GET", headers)[0] == 401
         assert send(served, ASKED, headers={"Authorization": "Bearer a secret"})[0] == 200
         assert send(served, None, "/health", "GET")[0] == 200
+        served.push_token = "for pushes"
+        reload = lambda token: send(
+            served, {}, "/update_weights_from_disk", headers={"Authorization": f"Bearer {token}"}
+        )
+        assert [reload(token)[0] for token in ("another", "a secret")] == [401, 403]
+        assert "jaxrl serve --weights" in reload("for pushes")[1]["error"]["message"]
+        assert send(served, ASKED, headers={"Authorization": "Bearer for pushes"})[0] == 200
 
 
 def test_before_there_is_a_backend_and_after():
