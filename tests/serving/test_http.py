@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -22,9 +23,10 @@ from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler import decode, weights
 from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
+from jaxrl_llm.serving import http as http_api
 from jaxrl_llm.serving.backend import DriverBackend
 from jaxrl_llm.serving.http import MAX_BODY, Api, listening
-from jaxrl_llm.types import CANCELLED, LENGTH
+from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP
 
 WEIGHTS = weights.push(MODEL, FIRST, None)
 LOCAL = decode.LocalEngine(MODEL, TOKENIZER, WEIGHTS, max_tokens=40)
@@ -174,6 +176,16 @@ def test_a_stream_is_the_answer_in_pieces(api):
             assert row["finish"][-1] == choice["finish_reason"]
             assert set(row["finish"][:-1]) <= {None}
         assert [piece["usage"] is None for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+
+
+def test_what_may_yet_change_is_not_shown():
+    spoken = SimpleNamespace(decode=lambda ids: bytes(ids).decode(errors="replace"), eos_ids=(0,))
+    shown = lambda text, stop=(), finish=CANCELLED: http_api._text(spoken, list(text.encode()), stop, finish)
+    half = list("aé".encode())[:2]  # of a character of two bytes
+    assert [http_api._text(spoken, half, (), finish) for finish in (CANCELLED, LENGTH)] == ["a", "a\ufffd"]
+    assert [shown("abcd", stop) for stop in ((), ("x",), ("xyz",), ("x", "abcdef"))] == ["abcd", "abcd", "ab", ""]
+    assert [shown("abcabc", stop, STOP) for stop in (("c", "bc"), ("ca",), ("zz",))] == ["a", "ab", "abcabc"]
+    assert [shown(text, (), EOS) for text in ("ab\0", "ab")] == ["ab", "ab"]
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------------

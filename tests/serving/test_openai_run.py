@@ -78,8 +78,9 @@ def test_a_run_through_the_api_learns_under_tis(tmp_path):
 def test_the_demo_learns_through_the_api_of_a_server_in_another_process(tmp_path):
     port, http, root = free_port(), free_port(), tmp_path / "weights"
     root.mkdir()
-    demo, secret = EXPERIMENTS / "laptop_dapo.py", {"JAXRL_TOKEN": "a secret", "JAXRL_CACHE": str(tmp_path / "cache")}
-    server = jaxrl(tmp_path, "serve", demo, "--port", port, "--http-port", http, "--weights", root, **secret)
+    demo, environment = EXPERIMENTS / "laptop_dapo.py", {"JAXRL_TOKEN": "a secret", "JAXRL_PUSH_TOKEN": "another"}
+    environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "JAXRL_CACHE": str(tmp_path / "cache")}
+    server = jaxrl(tmp_path, "serve", demo, "--port", port, "--http-port", http, "--weights", root, **environment)
     try:
         for line in server.stdout:
             if line.startswith("listening"):
@@ -94,7 +95,7 @@ def test_the_demo_learns_through_the_api_of_a_server_in_another_process(tmp_path
             "evaluation.problems": 256,
         }
         words = [w for name, value in sets.items() for w in ("--set", f"{name}={value}")]
-        learner = jaxrl(tmp_path, "train", demo, "--out", "run", *words, **secret)
+        learner = jaxrl(tmp_path, "train", demo, "--out", "run", *words, **environment)
         output, _ = learner.communicate(timeout=1500)
         assert learner.returncode == 0, output
         before, *_, after = (row["eval/accuracy"] for row in rows(tmp_path / "run") if "eval/accuracy" in row)
