@@ -39,9 +39,10 @@ def sample(run: File, problem: tyro.conf.Positional[str], n: int = 1, seed: int 
 
 def serve(
     source: File, set_: Set = (), host: str = "127.0.0.1", port: int = 9000,
-    cert: str | None = None, key: str | None = None, metrics_port: int | None = None, unwatched: bool = False,
+    cert: str | None = None, key: str | None = None, metrics_port: int | None = None, http_port: int | None = None,
+    weights: Path | None = None, unwatched: bool = False,
 ) -> None:  # fmt: skip
-    """Serve a sampler to learners elsewhere and to JetStream's clients.
+    """Serve a sampler to learners elsewhere, to JetStream's clients and to OpenAI's.
 
     A learner finds it by `--set 'rollout.servers=["host:port"]'`. The token that callers must bring is $JAXRL_TOKEN;
     without one it listens on loopback alone.
@@ -53,12 +54,15 @@ def serve(
         cert: PEM file of its certificate, for TLS.
         key: PEM file of the certificate's key.
         metrics_port: of /metrics (Prometheus), /healthz and /readyz; none if left out.
+        http_port: of OpenAI's /v1/completions and /v1/models; none if left out.
+        weights: folder below which /update_weights_from_disk may find weights; none if left out.
         unwatched: serve in this process, which is not started again when it dies.
     """
     config = load(source, set_)
     from jaxrl_llm.serving import process as serving
 
     listen = {"host": host, "port": port, "cert": cert, "key": key, "metrics_port": metrics_port}
+    listen |= {"http_port": http_port, "weights": weights}
     if not unwatched:  # the devices are left to the process that is watched
         sys.exit(serving.watch(source, set_, **listen))
     use_devices(config)

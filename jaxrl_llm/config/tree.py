@@ -59,8 +59,12 @@ class Rollout:
     mode: Literal["sync", "ahead", "async"] = "sync"  # see modes.py
     max_staleness: int = 1  # updates that an answer may be old, with mode="async"
     budget: int = 0  # tokens that an answer may grow by before others have their turn; 0: no bound
-    servers: tuple[str, ...] = ()  # host:port of samplers (jaxrl serve); none: sample in this process
+    # host:port of samplers (jaxrl serve), or openai+http://host:port of other engines; none: sample in this process
+    servers: tuple[str, ...] = ()
     servers_ca: str | None = None  # file with the certificate that signed theirs; None: no TLS
+    servers_folder: str = ""  # of other engines alone, see docs/engines.md: where they find new weights,
+    servers_reload: Callable | None = None  # (url, folder, version) -> None: has the engine take them,
+    servers_seeded: bool = True  # whether it takes a seed for each request
     max_rounds: int = 10  # of sampling before a group filter gives up
     difficulty: Callable | None = None  # Prompt → number: a curriculum, one pass from the easiest to the hardest
 

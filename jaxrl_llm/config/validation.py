@@ -159,9 +159,21 @@ def _validate_sampler(r: Rollout, ways: int) -> None:
     expected = f"below rollout.max_response_tokens = {r.max_response_tokens}, or 0"
     expect(r.budget < r.max_response_tokens, "rollout.budget", r.budget, expected)
     expect("" not in r.stop, "rollout.stop", r.stop, "texts that are not empty")
+    _validate_servers(r)
+
+
+def _validate_servers(r: Rollout) -> None:
+    other = any(server.startswith("openai+") for server in r.servers)
+    start, expected = ("openai\\+https?://", "openai+http://host:port, as others are") if other else ("", "host:port")
     for i, server in enumerate(r.servers):
-        host, _, port = server.rpartition(":")
-        expect(host and port.isdecimal(), f"rollout.servers.{i}", server, "host:port")
+        expect(re.fullmatch(rf"{start}[^/]+:\d+", server), f"rollout.servers.{i}", server, expected)
+    expected = "set when rollout.servers are openai+http://, and only then"
+    for name in ("servers_folder", "servers_reload"):
+        expect(bool(getattr(r, name)) == other, f"rollout.{name}", getattr(r, name), expected)
+    expect(r.servers_seeded or other, "rollout.servers_seeded", False, "True unless rollout.servers are openai+http://")
+    expect(not other or jax.process_count() == 1, "rollout.servers", r.servers, "host:port with several processes")
+    if r.servers_reload is not None:
+        _validate_call(r.servers_reload, "rollout.servers_reload", "", "", 0)
 
 
 def _validate_algorithm(a: Algorithm, r: Rollout) -> None:

@@ -31,7 +31,7 @@ from jaxrl_llm.run import evals, folder, metrics, probe, sft
 from jaxrl_llm.run.checkpoint import Checkpoints, checksums
 from jaxrl_llm.run.modes import MODES, Position
 from jaxrl_llm.run.stopping import Stopped, stop_on_signals
-from jaxrl_llm.sampler import client, groups, weights
+from jaxrl_llm.sampler import client, groups, openai, weights
 from jaxrl_llm.sampler.client import RemoteEngine
 from jaxrl_llm.sampler.decode import LocalEngine, push_weights
 from jaxrl_llm.sampler.groups import ScoredBatch
@@ -48,6 +48,10 @@ def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") 
     """
     r, model, kept = learner.config.rollout, sampler_model(learner.config), quantized(learner.config)
     drawn = Sampling(r.temperature, r.top_k, r.top_p), r.max_response_tokens, r.stop
+    if r.servers and r.servers_reload:
+        how = {"ca": r.servers_ca, "seeded": r.servers_seeded}
+        servers = openai.Servers(r.servers, r.servers_reload, Path(r.servers_folder), **how)
+        return openai.OpenAIEngine(servers, model, learner.tokenizer, *drawn).pushed(params, version)
     if r.servers:
         servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca, run=run)
         return RemoteEngine(servers, model, learner.tokenizer, *drawn, quantized=kept).pushed(params, version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import jax
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
-from jaxrl_llm.models import transformer
+from jaxrl_llm.models import hf, lora, transformer
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.run import trainer
-from jaxrl_llm.sampler import weights
-from jaxrl_llm.serving import server, supervisor
+from jaxrl_llm.sampler import client
+from jaxrl_llm.sampler import weights as sampler_weights
+from jaxrl_llm.serving import http, server, supervisor
 from jaxrl_llm.types import expect
 
 TOKEN = "JAXRL_TOKEN"  # of the environment: a secret on a command line is there for all to see
@@ -31,30 +33,52 @@ def policy(source: Path, assignments: tuple[str, ...]) -> tuple[Config, Any]:
     return learner.config, learner.whole(state.params)
 
 
+def check(http_port: int | None, weights: Path | None, **listen: Any) -> None:
+    """ValueError unless it is safe to listen so, and there is something to listen to."""
+    server.check_listen(token=os.environ.get(TOKEN), http_port=http_port, **listen)
+    usable = weights is None or (http_port is not None and weights.is_dir())
+    expect(usable, "weights", weights, "a folder, and http_port")
+
+
 def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
-    """Serve in this process. listen: keywords of `server.serve`."""
+    """Serve in this process. listen: keywords of `server.serve`, and http_port and weights, for OpenAI's API."""
     from jaxrl_llm.serving import backend
 
-    listen["token"] = os.environ.get(TOKEN)
-    server.check_listen(**listen)  # before anything is loaded
+    check(**listen)  # before anything is loaded
+    http_port, weights = listen.pop("http_port"), listen.pop("weights")
     config, params = policy(source, assignments)
-    r, model = config.rollout, trainer.sampler_model(config)
+    r, model, kept = config.rollout, trainer.sampler_model(config), trainer.quantized(config)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    api = http.Api(source.resolve().stem, os.environ.get(TOKEN), os.environ.get("JAXRL_PUSH_TOKEN"), root=weights)
 
     def make() -> backend.DriverBackend:
-        pushed = weights.push(model, params, mesh, quantized=trainer.quantized(config))
+        pushed = sampler_weights.push(model, params, mesh, quantized=kept)
         sizes = {"slots": r.slots or r.prompts * r.group_size, "max_prompt_tokens": r.max_prompt_tokens}
         sizes |= {"max_tokens": r.max_response_tokens, "tokens_per_call": r.tokens_per_call, "kv_dtype": r.kv_dtype}
         sizes |= {"cache": r.cache, "kv_tokens": r.kv_tokens, "prefill_tokens": r.prefill_tokens}
         return backend.DriverBackend(model, config.tokenizer(), pushed, mesh=mesh, **sizes)
 
-    with jax.set_mesh(mesh):
-        server.serve(make, register=backend.add_decode_service, **listen)
+    def load(folder: Path, version: int) -> None:
+        with jax.set_mesh(mesh):  # in whichever thread
+            loaded = hf.load(lora.without(config.model), mesh, folder)
+            pushed = sampler_weights.push(lora.without(model), loaded, mesh, quantized=kept)
+            api.backend.load(client.named(pushed.params), version)
+
+    def register(made: backend.DriverBackend, grpc_server: Any) -> None:
+        backend.add_decode_service(made, grpc_server)
+        api.load, api.backend = load, made
+        if bound is not None:
+            print(f"http on {listen['host']}:{bound}", flush=True)
+
+    secure = {name: listen[name] for name in ("cert", "key")}
+    where = nullcontext() if http_port is None else http.listening(api, listen["host"], http_port, **secure)
+    with jax.set_mesh(mesh), where as bound:
+        server.serve(make, register=register, token=api.token, **listen)
 
 
 def watch(source: Path, assignments: tuple[str, ...], **listen: Any) -> int:
     """Serve in a process of its own; start it again, on the same port, when JetStream has killed it."""
-    server.check_listen(token=os.environ.get(TOKEN), **listen)
+    check(**listen)
     words = [w for a in assignments for w in ("--set", a)]
     words += [w for k, v in listen.items() if v is not None for w in (f"--{k.replace('_', '-')}", str(v))]
     return supervisor.supervise([sys.executable, "-m", "jaxrl_llm.cli", "serve", str(source), *words, "--unwatched"])
