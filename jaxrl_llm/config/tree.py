@@ -55,6 +55,9 @@ class Rollout:
     budget: int = 0  # tokens that an answer may grow by before others have their turn; 0: no bound
     servers: tuple[str, ...] = ()  # host:port of samplers (jaxrl serve); none: sample in this process
     servers_ca: str | None = None  # file with the certificate that signed theirs; None: no TLS
+    deadline_s: float = 600.0  # of one call to a server; unfinished answers come back before, and go on
+    in_flight: int = 32  # groups that a server is asked for at once
+    max_waiting: int = 256  # groups that a server takes from all of its clients, queued ones included
     max_rounds: int = 10  # of sampling before a group filter gives up
     difficulty: Callable | None = None  # Prompt → number: a curriculum, one pass from the easiest to the hardest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ from jaxrl_llm.sampler import weights
 from jaxrl_llm.serving import server, supervisor
 from jaxrl_llm.types import expect
 
-TOKEN = "JAXRL_TOKEN"  # of the environment: a secret on a command line is there for all to see
+# Variables of the environment: a secret on a command line is there for all to see.
+SECRETS = {"token": "JAXRL_TOKEN", "push_token": "JAXRL_PUSH_TOKEN"}
+
+
+def _secrets() -> dict[str, str | None]:
+    return {name: os.environ.get(variable) for name, variable in SECRETS.items()}
 
 
 def policy(source: Path, assignments: tuple[str, ...]) -> tuple[Config, Any]:
@@ -35,7 +41,7 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
     """Serve in this process. listen: keywords of `server.serve`."""
     from jaxrl_llm.serving import backend
 
-    listen["token"] = os.environ.get(TOKEN)
+    listen |= _secrets()
     server.check_listen(**listen)  # before anything is loaded
     config, params = policy(source, assignments)
     r, model = config.rollout, trainer.sampler_model(config)
@@ -47,13 +53,14 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
         sizes |= {"max_tokens": r.max_response_tokens, "tokens_per_call": r.tokens_per_call, "kv_dtype": r.kv_dtype}
         return backend.DriverBackend(model, config.tokenizer(), pushed, mesh=mesh, **sizes)
 
+    register = partial(backend.add_decode_service, max_waiting=r.max_waiting)
     with jax.set_mesh(mesh):
-        server.serve(make, register=backend.add_decode_service, **listen)
+        server.serve(make, register=register, max_waiting=r.max_waiting, **listen)
 
 
 def watch(source: Path, assignments: tuple[str, ...], **listen: Any) -> int:
     """Serve in a process of its own; start it again, on the same port, when JetStream has killed it."""
-    server.check_listen(token=os.environ.get(TOKEN), **listen)
+    server.check_listen(**_secrets(), **listen)
     words = [w for a in assignments for w in ("--set", a)]
     words += [w for k, v in listen.items() if v is not None for w in (f"--{k.replace('_', '-')}", str(v))]
     return supervisor.supervise([sys.executable, "-m", "jaxrl_llm.cli", "serve", str(source), *words, "--unwatched"])

@@ -19,6 +19,7 @@ from jaxrl_llm.sampler import wire
 from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.serving import server
+from jaxrl_llm.serving import service as services
 
 Code = grpc.StatusCode
 REQUEST = Request((1, 2, 3), group=2, max_tokens=8)
@@ -120,7 +121,7 @@ def test_a_backend_that_fails_or_cuts_a_group_says_so(worker):
     with status(Code.UNKNOWN, "broken"):
         call(worker.channel, bytes_of(Request((1,), max_tokens=8, stop=("break",))))
     worker.backend.finish = "cancelled"
-    with status(Code.UNAVAILABLE, "cancelled"):
+    with status(Code.ABORTED, "cancelled"):
         call(worker.channel, bytes_of(REQUEST))
     worker.backend.finish = ""
     assert len(group_of(call(worker.channel, bytes_of(REQUEST)))) == 2
@@ -133,7 +134,7 @@ def test_answers_that_their_budget_has_cut_are_answers(worker):
     (answer,) = group_of(call(worker.channel, bytes_of(Request((7,), max_tokens=64, budget=budget), "1")))
     assert answer.finish == "cancelled"
     assert budget < 64  # or the budget is not what bounds it
-    with status(Code.UNAVAILABLE, "cancelled"):
+    with status(Code.ABORTED, "cancelled"):
         call(worker.channel, bytes_of(Request((7,), max_tokens=64, budget=budget + 1), "2"))
 
 
@@ -157,8 +158,8 @@ def test_an_id_with_another_request_gets_no_foreign_answer(worker):
 
 
 def test_few_replies_are_remembered(worker, monkeypatch):
-    size = len(bytes_of(REQUEST, "1")) + len(call(worker.channel, bytes_of(REQUEST, "1")))
-    monkeypatch.setattr(server, "REMEMBERED", 2 * size)
+    size = 32 + len(call(worker.channel, bytes_of(REQUEST, "1")))  # and a digest of the request
+    monkeypatch.setattr(services, "REMEMBERED", 2 * size)
     for id in ("2", "3", "1", "3"):
         call(worker.channel, bytes_of(REQUEST, id))
     assert len(worker.backend.submitted) == 4  # 1 was forgotten, 3 was not
@@ -289,7 +290,11 @@ def test_every_method_wants_the_token():
 def test_no_wide_host_without_a_token(host):
     with pytest.raises(ValueError, match=f"host is '{host}'; expected 127.0.0.1"):
         server.check_listen(host, None, None, None)
-    server.check_listen(host, "secret", None, None)
+    with pytest.raises(ValueError, match=f"host is '{host}'; expected 127.0.0.1 .* without a token for pushes"):
+        server.check_listen(host, "secret", None, None)
+    with pytest.raises(ValueError, match="push_token is 'the token'; expected one of its own"):
+        server.check_listen(host, "secret", None, None, "secret")
+    server.check_listen(host, "secret", None, None, "another")
 
 
 def test_loopback_needs_no_token():
