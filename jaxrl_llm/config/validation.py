@@ -40,8 +40,8 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
         Learning: "row_tokens", ModelConfig: "experts router_aux_coef",
     }),
     ("a positive number", lambda x: x > 0, {
-        Rollout: "temperature deadline_s", Critic: "clip", Optimizer: "eps clip_norm", ModelConfig: "rope_theta norm_eps",
-        LoRA: "alpha",
+        Rollout: "temperature deadline_s", Critic: "clip", Optimizer: "eps clip_norm", LoRA: "alpha",
+        ModelConfig: "rope_theta norm_eps",
         RopeScaling: "factor low_freq_factor high_freq_factor original_max_position",
     }),
     ("a number in (0, 1]", lambda x: 0 < x <= 1, {Rollout: "top_p", Suite: "top_p", PromptChoice: "retire_above"}),

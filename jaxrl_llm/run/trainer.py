@@ -30,7 +30,7 @@ from jaxrl_llm.run import evals, folder, metrics, probe, sft
 from jaxrl_llm.run.checkpoint import Checkpoints, checksums
 from jaxrl_llm.run.modes import MODES, Position
 from jaxrl_llm.run.stopping import Stopped, stop_on_signals
-from jaxrl_llm.sampler import client, groups, weights
+from jaxrl_llm.sampler import client, groups, weights, wire
 from jaxrl_llm.sampler.client import RemoteEngine
 from jaxrl_llm.sampler.decode import LocalEngine, push_weights
 from jaxrl_llm.sampler.groups import ScoredBatch
@@ -48,7 +48,9 @@ def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") 
     r, model, kept = learner.config.rollout, sampler_model(learner.config), quantized(learner.config)
     drawn = Sampling(r.temperature, r.top_k, r.top_p), r.max_response_tokens, r.stop
     if r.servers:
-        servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca, run=run)
+        secrets = {name: os.environ.get(variable) for name, variable in wire.SECRETS.items()}
+        bounds = {"deadline_s": r.deadline_s, "in_flight": r.in_flight, "vocab_size": model.vocab_size}
+        servers = client.Client(r.servers, ca=r.servers_ca, run=run, **secrets, **bounds)
         return RemoteEngine(servers, model, learner.tokenizer, *drawn, quantized=kept).pushed(params, version)
     pushed = weights.push(model, params, learner.mesh, version=version, quantized=kept)
     sizes = r.slots or r.prompts * r.group_size, r.max_prompt_tokens, r.tokens_per_call

@@ -18,10 +18,12 @@ from jaxrl_llm.sampler.requests import COLUMNS, MAX_STOPS, Answer, Group, Reques
 from jaxrl_llm.sampler.sampling import Sampling
 
 SERVICE = "jaxrl.Rollout"
+# Variables of the environment: a secret on a command line is there for all to see.
+SECRETS = {"token": "JAXRL_TOKEN", "push_token": "JAXRL_PUSH_TOKEN"}
 CHUNK = 2**20  # bytes of weights in one message, at most
 MAX_MESSAGE = 4 * 2**20 + CHUNK  # bytes of one message that a server receives, at most
 MAX_GROUP = 1024  # answers of one request
-MAX_NAME = 256  # characters of an id, an instance or a run
+MAX_NAME = 4096  # characters of an id, an instance or a run
 DAY_S = 86_400.0  # the longest deadline
 LEARNER_S = 30.0  # a learner from which a server has heard nothing for so long is taken to be gone
 # Idle connections are probed: a peer that is gone without a word is noticed within 15 seconds.

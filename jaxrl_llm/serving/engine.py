@@ -253,7 +253,8 @@ class JetStreamEngine(js.engine_api.Engine):
         """Fills rows and decodes. An error fails the request that causes it, alone.
 
         The device's arrays may be lost then: there are new slots, and every answer goes on with the tokens that it has.
-        Requests that may have caused it have the slots to themselves, one after the other, until they are answered.
+        Requests that may have caused it have the slots to themselves, one after the other, until they are answered; an
+        error then is the request's own.
         """
         weights, before = self.weights, slots.prefills
         here = {t.answer.owner for t in self.tickets if t is not None and t.answer.open}
@@ -268,22 +269,22 @@ class JetStreamEngine(js.engine_api.Engine):
             self.errors += 1
             if self.errors == BROKEN:
                 raise
-            begun = {answer.owner for answer in set(self.waiting).difference(queue, later)}
-            return self._restarted({tried} if tried else begun or here, error)
+            if tried:
+                tried.fail(error)
+            else:
+                begun = {answer.owner for answer in set(self.waiting).difference(queue)}
+                self.suspects = list(begun or here)
+            return self._restarted()
         self.errors, self.waiting = 0, deque([*queue, *later])
         self.counts["prefills"] += slots.prefills - before
         return slots
 
-    def _restarted(self, guilty: set[DriverGroup], error: Exception) -> Slots:
-        """Empty slots after an error of which one of `guilty` is; all answers wait for a row again."""
+    def _restarted(self) -> Slots:
+        """Empty slots; all answers wait for a row again."""
         answers = [t.answer for t in self.tickets if t is not None and t.answer.open]
-        for group in dict.fromkeys(answer.owner for answer in answers):
+        for group in {answer.owner for answer in answers}:
             group.active = ActiveGroup(group.request, group.active.answers)
-            if group in guilty and len(guilty) > 1:
-                self.suspects.append(group)
-        if len(guilty) == 1:
-            guilty.pop().fail(error)
-        self.waiting = deque(answer for answer in answers if answer.open)
+        self.waiting = deque(answers)
         return Slots(self.config)
 
     def init_decode_state(self) -> Slots:

@@ -15,16 +15,13 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.models import transformer
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.run import trainer
-from jaxrl_llm.sampler import weights
+from jaxrl_llm.sampler import weights, wire
 from jaxrl_llm.serving import server, supervisor
 from jaxrl_llm.types import expect
 
-# Variables of the environment: a secret on a command line is there for all to see.
-SECRETS = {"token": "JAXRL_TOKEN", "push_token": "JAXRL_PUSH_TOKEN"}
-
 
 def _secrets() -> dict[str, str | None]:
-    return {name: os.environ.get(variable) for name, variable in SECRETS.items()}
+    return {name: os.environ.get(variable) for name, variable in wire.SECRETS.items()}
 
 
 def policy(source: Path, assignments: tuple[str, ...]) -> tuple[Config, Any]:

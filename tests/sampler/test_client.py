@@ -18,7 +18,8 @@ from fake_backend import FAKE, FakeBackend, assert_same, child_of, listening, pr
 
 from jaxrl_llm.sampler import client as clients
 from jaxrl_llm.sampler import wire
-from jaxrl_llm.sampler.client import Client, address
+from jaxrl_llm.sampler.client import Client
+from jaxrl_llm.sampler.peers import address
 from jaxrl_llm.sampler.requests import Request
 
 
