@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,6 +61,7 @@ class FakeBackend:
         self.cancelled: list[Request] = []
         self.refuses = ""  # a message: every load fails with it
         self.drawn = 0  # tokens that an answer has at least when it is cancelled
+        self.lie = lambda group: group  # what is answered in place of a group
         self.finish = ""  # what the answers' finish is replaced by
         self._timers: dict[Future, tuple[threading.Timer, Request]] = {}
         self._lock = threading.Lock()
@@ -85,7 +89,10 @@ class FakeBackend:
         group = answers(request, self.version)
         if self.finish:
             group = tuple(Answer(a.tokens, a.logp, a.versions, self.finish) for a in group)
-        future.set_exception(OSError("broken")) if request.stop == ("break",) else future.set_result(group)
+        if request.stop == ("die",):
+            os.kill(os.getpid(), signal.SIGKILL)
+        failed = request.stop == ("break",)
+        future.set_exception(OSError("broken")) if failed else future.set_result(self.lie(group))
 
     def cancel(self, future: Future[Group]) -> None:
         with self._lock:
@@ -129,6 +136,37 @@ def running(backend: FakeBackend, *, token=None, push_token=None, cert=None, key
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+@contextmanager
+def slow_reader(port: int):
+    """A port from which what a server says is passed on only after `release` is called: (port, release)."""
+    released, listener = threading.Event(), socket.create_server(("127.0.0.1", 0))
+
+    def pass_on(source: socket.socket, to: socket.socket, waits: bool) -> None:
+        with suppress(OSError):
+            if waits:
+                to.sendall(source.recv(200))  # the settings of the connection
+                released.wait(60)
+            while data := source.recv(65536):
+                to.sendall(data)
+        with suppress(OSError):
+            to.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                server = socket.create_connection(("127.0.0.1", port))
+                for pair in ((client, server, False), (server, client, True)):
+                    threading.Thread(target=pass_on, args=pair, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield listener.getsockname()[1], released.set
+    finally:
+        released.set()
+        listener.close()
 
 
 def until(condition, timeout_s: float = 10.0) -> None:
