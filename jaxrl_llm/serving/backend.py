@@ -18,7 +18,7 @@ from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler.requests import Request
 from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.serving.engine import GREEDY, DriverGroup, JetStreamEngine, Listen, js, manifest
-from jaxrl_llm.serving.service import DETAILS
+from jaxrl_llm.serving.service import details_of
 from jaxrl_llm.types import expect
 
 TOKEN_LENGTH = 256  # characters of a token, as far as a prompt's text may be long
@@ -152,7 +152,7 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
         try:
             future = self._backend.submit(await self._request(request), put)
         except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:DETAILS])
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details_of(str(error)))
         context.add_done_callback(lambda _: self._backend.cancel(future))
         future.add_done_callback(lambda _: put(None))
         as_text = request.WhichOneof("content") == "text_content"
@@ -166,7 +166,7 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
         if unsent:
             yield _response(text[len(sent_text) :], unsent)
         if error := future.exception():
-            await context.abort(grpc.StatusCode.UNKNOWN, f"{type(error).__name__}: {error}"[:DETAILS])
+            await context.abort(grpc.StatusCode.UNKNOWN, details_of(f"{type(error).__name__}: {error}"))
 
     async def _request(self, asked: Any) -> Request:
         content, c = asked.WhichOneof("content"), self._backend.engine.config

@@ -29,7 +29,7 @@ ROOM = 4 * 2**30  # bytes of host memory for calls, until their replies have bee
 ANSWER_BYTES, TOKEN_BYTES = 4096, 128  # of an answer under way, and of each token that it may have
 STALLED_S, SLOWEST = 30.0, 2**20  # a push without a chunk for so long, or with fewer bytes a second, is ended
 MAX_PUSHES = 8  # one, and those that wait for it
-DETAILS = 1000  # characters of a status, which travels in a header
+DETAILS = 1000  # characters of a status
 Code = grpc.StatusCode
 
 
@@ -109,7 +109,7 @@ class Service:
             except Exception as error:
                 self.counts["failed"] += 1
                 code, details = Code.UNKNOWN, f"{type(error).__name__}: {error}"
-            await context.abort(code, details[:DETAILS])
+            await context.abort(code, details_of(details))
 
         return answer
 
@@ -283,6 +283,11 @@ class Service:
         """The backend's statistics and the service's counts, as plain numbers."""
         values = {**self.backend.stats(), **self.counts, "running": len(self._running), "held_bytes": self._held}
         return {name: float(value) for name, value in values.items()}
+
+
+def details_of(text: str) -> str:
+    """The text as a status may have it, which travels in a header of 8 KiB."""
+    return text.encode("ascii", "backslashreplace").decode()[:DETAILS]
 
 
 def authorization_of(metadata: Any) -> str | None:

@@ -303,6 +303,15 @@ def test_the_last_slot_may_be_freed_while_the_driver_looks_for_one(backend):
     assert_same(got, ask(backend, asked))
 
 
+def test_answers_that_deadlines_cut_go_on_to_the_same_end(endless, monkeypatch):
+    real = slots_module.Slots.step
+    monkeypatch.setattr(slots_module.Slots, "step", lambda *args: time.sleep(0.05) or real(*args))
+    with running(endless) as worker, closing(Client([worker.address], deadline_s=0.6, retries=999)) as calls:
+        [group] = calls.ordered([Request(A, 2, 60, WARM)])
+        assert worker.service.counts["cut"] > 1
+    assert [TOKENIZER.decode(a.tokens) for a in group] == ["ba" * 30] * 2
+
+
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
