@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import grpc
 from google.protobuf.message import Message
@@ -31,7 +32,7 @@ def address(text: str) -> str:
     return f"[{bare}]:{int(port)}" if ":" in bare else f"{bare}:{int(port)}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """A server as it answered last. The fields below `channel` are read and written under the client's lock."""
 
@@ -44,32 +45,14 @@ class Server:
     in_flight: int = 0
     suspects: int = 0  # of those, requests that were in flight when a server died
     full_until: float = 0.0
+    down_since: float = 0.0
     failures: int = 0  # attempts to reach it or to push to it, since it answered last
     last_error: str = "not asked yet"
     refusal: Exception | None = None  # which no other attempt would avoid; raised by the next call
     aside: str = ""  # what it has said that cannot be: it gets nothing any more
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A connection that broke with a request in flight."""
-
-    server: Server
-    instance: str  # of the server
-    at: float = field(default_factory=time.monotonic)
-
-    @property
-    def fatal(self) -> bool | None:
-        """Whether the server died; None: not known yet."""
-        if self.server.instance != self.instance:
-            return True
-        if self.server.up:
-            return False
-        return True if time.monotonic() - self.at > DEAD_S else None
-
-
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """One attempt."""
 
     server: Server
@@ -77,15 +60,23 @@ class Sent:
     version: int  # of the weights, the least that may draw
     suspected: bool
 
+    @property
+    def server_died(self) -> bool | None:
+        """After the connection broke; None: not known yet."""
+        s, silent_s = self.server, time.monotonic() - self.server.down_since
+        return s.instance != self.instance or (False if s.up else silent_s > DEAD_S or None)
+
 
 class Outgoing:
     """A request and its attempts so far. ValueError for what no server could serve."""
 
     def __init__(self, request: Request, deadline_s: float):
+        """deadline_s: of a call; 0: no parts of the answers come back."""
         requests.check(request, vocab_size=2**31, max_tokens=2**31 - 1)
-        self.request, self.failures, self.losses = request, 0, list[Loss]()
-        self._whole_size = request.group * request.max_tokens * TOKEN_BYTES
-        self._deadline_s = deadline_s
+        self.request, self.failures, self.lost = request, 0, list[Sent]()
+        # What comes back must not be too much to be sent again.
+        fits = request.group * request.max_tokens * TOKEN_BYTES < wire.MAX_MESSAGE // 2
+        self._deadline_s = PARTIAL * deadline_s if fits else 0.0
         self._ask(request)
 
     def _ask(self, request: Request) -> None:
@@ -93,8 +84,7 @@ class Outgoing:
         self.asked, self.message = request, wire.to_request_message(request, id=uuid.uuid4().hex)
         size = self.message.ByteSize() + 64  # room for the instance
         types.expect(size <= wire.MAX_MESSAGE, "request", f"{size} bytes", f"at most {wire.MAX_MESSAGE} bytes")
-        if self._whole_size + size <= wire.MAX_MESSAGE:  # or what comes back might be too much to be sent again
-            self.message.deadline_s = self._deadline_s
+        self.message.deadline_s = self._deadline_s
 
     def go_on(self, group: Group) -> bool:
         """Ask for the rest of a group that a deadline has cut. Whether there was anything new in it."""
@@ -103,10 +93,14 @@ class Outgoing:
         return more
 
     @property
-    def deaths(self) -> list[Loss]:
-        """Of servers that died, or may have, with this request in flight, each once."""
-        lost = {(x.server.name, x.instance): x for x in self.losses}
-        return [x for x in lost.values() if x.fatal is not False]
+    def deaths(self) -> int:
+        """Of servers that died, or may have, with this request in flight. ConnectionError: two have."""
+        died = {x[:2]: x.server_died for x in self.lost if x.server_died is not False}
+        if sum(map(bool, died.values())) > 1:
+            r, names = self.request, ", ".join(server.name for server, _ in died)
+            what = f"a prompt of {len(r.prompt)} tokens, group of {r.group}, seed {r.seed}, draw {r.draw}"
+            raise ConnectionError(f"two servers died with one request in flight ({what}): {names}")
+        return len(died)
 
 
 def exception_of(server: Server, error: grpc.RpcError, loading: bool = False) -> Exception | None:

@@ -67,16 +67,14 @@ def check(
     fits = len(r.prompt) and (max_prompt_tokens is None or len(r.prompt) <= max_prompt_tokens)
     types.expect(fits, "prompt", f"{len(r.prompt)} tokens", f"1{most}")
     _check_ids("prompt", r.prompt, vocab_size)
-    _check_whole("group", r.group, 1, 2**31, "at least 1, below 2^31")
-    _check_whole("max_tokens", r.max_tokens, 1, 2**31, "at least 1, below 2^31")
+    wholes = [("group", 1, 31), ("max_tokens", 1, 31), ("budget", 0, 31), ("seed", 0, 32), ("draw", 0, 32)]
+    for name, low, bits in wholes:
+        _check_whole(name, getattr(r, name), low, bits)
     types.expect(max_tokens is None or r.max_tokens <= max_tokens, "max_tokens", r.max_tokens, f"at most {max_tokens}")
     coldest, expected = s.temperature and COLDEST, f"0 (greedy) or a number in [{COLDEST:g}, {HOTTEST:g}]"
     _check_real("temperature", s.temperature, coldest, HOTTEST, expected)
-    _check_whole("top_k", s.top_k, 0, 2**31, "0 (no filter) or a positive number below 2^31")
+    _check_whole("top_k", s.top_k, 0, 31)
     _check_real("top_p", s.top_p, LEAST_TOP_P, 1, f"a number in (0, 1], at least {LEAST_TOP_P:g}")
-    for name in ("seed", "draw"):
-        _check_whole(name, getattr(r, name), 0, 2**32, "a number in [0, 2^32)")
-    _check_whole("budget", r.budget, 0, 2**31, "0 (no bound) or a positive number below 2^31")
     texts = all(isinstance(x, str) and 0 < len(x) <= STOP_LENGTH for x in r.stop)
     expected = f"at most {MAX_STOPS} strings, of 1 to {STOP_LENGTH} characters"
     types.expect(texts and len(r.stop) <= MAX_STOPS, "stop", r.stop, expected)
@@ -84,13 +82,13 @@ def check(
     for answer in r.begun:
         _check_answer("begun", answer, vocab_size)
         most = r.max_tokens - (answer.finish == types.CANCELLED)  # one that continues has a token to come
-        n = len(answer.tokens)
-        types.expect(n <= most, "begun", n, f"at most {most} tokens, for max_tokens = {r.max_tokens}")
+        expected = f"at most {most} tokens, for max_tokens = {r.max_tokens}"
+        types.expect(len(answer.tokens) <= most, "begun", len(answer.tokens), expected)
 
 
-def _check_whole(name: str, value: Any, low: int, high: int, expected: str) -> None:
+def _check_whole(name: str, value: Any, low: int, bits: int) -> None:
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    types.expect(whole and low <= value < high, name, value, expected)
+    types.expect(whole and low <= value < 2**bits, name, value, f"a whole number in [{low}, 2^{bits})")
 
 
 def _check_real(name: str, value: Any, low: float, high: float, expected: str) -> None:
@@ -129,23 +127,21 @@ def check_group(
     """
     types.expect(len(group) == request.group, "group", f"{len(group)} answers", f"group = {request.group}")
     for number, answer in enumerate(group):
-        name, n = f"answer {number}", len(answer.tokens)
+        name, n, finish = f"answer {number}", len(answer.tokens), answer.finish
         _check_answer(name, answer, vocab_size)
         begun, limit = request.begun[number] if request.begun else NOTHING, PartialAnswer(request, number).limit
         old = len(begun.tokens)
         same = all(np.array_equal(getattr(answer, c)[:old], getattr(begun, c)) for c in COLUMNS)
         types.expect(same and n <= limit, name, f"{n} tokens", f"those {old} that were begun, and at most {limit}")
-        drawn = [int(v) for v in np.unique(answer.versions[old:])]
-        inside = not drawn or versions[0] <= drawn[0] and drawn[-1] <= versions[1]
-        types.expect(inside, f"{name} versions", drawn, f"{versions[0]} to {versions[1]}, the versions pushed")
-        if begun.finish != types.CANCELLED:
-            fits = n == old and answer.finish == begun.finish
-        elif answer.finish == types.CANCELLED:
-            fits = n < request.max_tokens and (cut or n == limit)
+        new = [int(v) for v in np.unique(answer.versions[old:])]
+        inside = not new or (versions[0] <= new[0] and new[-1] <= versions[1])
+        types.expect(inside, f"{name} versions", new, f"{versions[0]} to {versions[1]}, the versions pushed")
+        if begun.finish != types.CANCELLED or finish == types.CANCELLED:
+            goes_on = finish == begun.finish and n < request.max_tokens and (cut or n == limit)
+            fits = goes_on if finish == types.CANCELLED else n == old and finish == begun.finish
         else:
-            fits = n > old and (answer.finish != types.LENGTH or n == request.max_tokens)
-            fits = fits and (answer.finish != types.STOP or request.stop)
-        types.expect(fits, name, f"{answer.finish} after {n} tokens", f"an end that the request allows, limit {limit}")
+            fits = {types.LENGTH: n == request.max_tokens, types.STOP: request.stop}.get(finish, True) and n > old
+        types.expect(fits, name, f"{finish} after {n} tokens", f"an end that the request allows, limit {limit}")
 
 
 class StopSearch:

@@ -18,8 +18,7 @@ from jaxrl_llm.sampler.requests import COLUMNS, MAX_STOPS, Answer, Group, Reques
 from jaxrl_llm.sampler.sampling import Sampling
 
 SERVICE = "jaxrl.Rollout"
-# Variables of the environment: a secret on a command line is there for all to see.
-SECRETS = {"token": "JAXRL_TOKEN", "push_token": "JAXRL_PUSH_TOKEN"}
+SECRETS = {"token": "JAXRL_TOKEN", "push_token": "JAXRL_PUSH_TOKEN"}  # of the environment: a command line is public
 CHUNK = 2**20  # bytes of weights in one message, at most
 MAX_MESSAGE = 4 * 2**20 + CHUNK  # bytes of one message that a server receives, at most
 MAX_GROUP = 1024  # answers of one request

@@ -18,7 +18,7 @@ from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler.requests import Request
 from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.serving.engine import GREEDY, DriverGroup, JetStreamEngine, Listen, js, manifest
-from jaxrl_llm.serving.service import details_of
+from jaxrl_llm.serving.server import details_of
 from jaxrl_llm.types import expect
 
 TOKEN_LENGTH = 256  # characters of a token, as far as a prompt's text may be long
@@ -136,13 +136,7 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
         if self._calls >= self._max_waiting:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._calls} calls are being answered")
         self._calls += 1
-        try:
-            async for response in self._decode(request, context):
-                yield response
-        finally:
-            self._calls -= 1
-
-    async def _decode(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        context.add_done_callback(lambda _: setattr(self, "_calls", self._calls - 1))
         loop, drawn = asyncio.get_running_loop(), asyncio.Queue()  # of token ids, None at the end
 
         def put(ids: list[int] | None) -> None:
@@ -169,16 +163,14 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
             await context.abort(grpc.StatusCode.UNKNOWN, details_of(f"{type(error).__name__}: {error}"))
 
     async def _request(self, asked: Any) -> Request:
-        content, c = asked.WhichOneof("content"), self._backend.engine.config
-        cache, text = asked.session_cache[:80], asked.text_content.text
-        expect(not cache, "session_cache", cache, "none: sessions are not kept")
+        content, c, text = asked.WhichOneof("content"), self._backend.engine.config, asked.text_content.text
+        expect(not asked.session_cache, "session_cache", asked.session_cache, "none: sessions are not kept")
         expect(content is not None, "content", content, "text_content or token_content")
         most = TOKEN_LENGTH * c.max_prompt_tokens
         expect(len(text) <= most, "text", f"{len(text)} characters", f"at most {most}")
-        draw, prompt = next(self._draws) % 2**32, asked.token_content.token_ids
-        if content == "text_content":
-            prompt = await asyncio.to_thread(c.tokenizer.encode, text)
-        return Request(tuple(prompt), max_tokens=asked.max_tokens, sampling=GREEDY, draw=draw)
+        ids = asked.token_content.token_ids
+        ids = ids if content == "token_content" else await asyncio.to_thread(c.tokenizer.encode, text)
+        return Request(tuple(ids), max_tokens=asked.max_tokens, sampling=GREEDY, draw=next(self._draws) % 2**32)
 
 
 def _response(text: str, ids: list[int]) -> Any:

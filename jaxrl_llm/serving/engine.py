@@ -274,18 +274,13 @@ class JetStreamEngine(js.engine_api.Engine):
             else:
                 begun = {answer.owner for answer in set(self.waiting).difference(queue)}
                 self.suspects = list(begun or here)
-            return self._restarted()
+            for group in here:
+                group.active = ActiveGroup(group.request, group.active.answers)
+            self.waiting = deque(t.answer for t in self.tickets if t is not None and t.answer.open)
+            return Slots(self.config)
         self.errors, self.waiting = 0, deque([*queue, *later])
         self.counts["prefills"] += slots.prefills - before
         return slots
-
-    def _restarted(self) -> Slots:
-        """Empty slots; all answers wait for a row again."""
-        answers = [t.answer for t in self.tickets if t is not None and t.answer.open]
-        for group in {answer.owner for answer in answers}:
-            group.active = ActiveGroup(group.request, group.active.answers)
-        self.waiting = deque(answers)
-        return Slots(self.config)
 
     def init_decode_state(self) -> Slots:
         """Empty rows."""

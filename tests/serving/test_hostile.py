@@ -261,7 +261,8 @@ def pushes(leaves) -> list[tuple[str, list[pb.Chunk]]]:
             if changed != good[0].header:
                 made.append((f"header.{name}", [pb.Chunk(header=changed), *good[1:]]))
     for name, changed in of_fields(good[1].data):
-        made.append((f"data.{name}", [good[0], pb.Chunk(data=changed), *good[2:]]))
+        if changed != good[1].data:
+            made.append((f"data.{name}", [good[0], pb.Chunk(data=changed), *good[2:]]))
     made += [(f"digest {text!r}"[:40], [*good[:-1], pb.Chunk(digest=text.encode())]) for text in TEXTS]
     made += [("another run", chunks_of(leaves, run="bad")), ("twice", [*good, *good]), ("no data", [good[0], good[-1]])]
     made += [("no header", good[1:]), ("nothing", []), ("reversed", good[::-1]), ("empty", [pb.Chunk()])]
@@ -401,7 +402,7 @@ def test_hostile_calls(config, params, server, quiet, peers):
 
 @pytest.mark.slow
 def test_hostile_calls_all_of_them(config, params, server, quiet, peers):
-    suite(config, params, server, quiet, peers, every=1, rounds=12)
+    suite(config, params, server, quiet, peers, every=1, rounds=10)
 
 
 some = {
@@ -451,7 +452,7 @@ def test_any_request_is_refused_or_answered(server, peers, message):
 
 
 @pytest.mark.slow
-@examples(3000)
+@examples(1000)
 def test_any_of_many_requests_is_refused_or_answered(server, peers, message):
     message.id, message.run = f"{time.monotonic()}", ""
     data = message.SerializeToString()

@@ -122,7 +122,7 @@ class Load:
 
 def sampling(load, rng):
     """A client: whole answers, some of them in parts, iterators that are closed, calls that end early."""
-    client, hurried = Client([load.address], in_flight=8), Client([load.address], deadline_s=0.4, retries=10**6)
+    client, hurried = Client([load.address], in_flight=8), Client([load.address], deadline_s=2.0, retries=10**6)
     channel = grpc.insecure_channel(load.address)
     call = channel.unary_unary(f"/{wire.SERVICE}/Sample", pb.SampleRequest.SerializeToString, None)
     try:
