@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import socket
 import sys
 import time
@@ -48,9 +47,8 @@ def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") 
     r, model, kept = learner.config.rollout, sampler_model(learner.config), quantized(learner.config)
     drawn = Sampling(r.temperature, r.top_k, r.top_p), r.max_response_tokens, r.stop
     if r.servers:
-        secrets = {name: os.environ.get(variable) for name, variable in wire.SECRETS.items()}
         bounds = {"deadline_s": r.deadline_s, "in_flight": r.in_flight, "vocab_size": model.vocab_size}
-        servers = client.Client(r.servers, ca=r.servers_ca, run=run, **secrets, **bounds)
+        servers = client.Client(r.servers, ca=r.servers_ca, run=run, **wire.secrets(), **bounds)
         return RemoteEngine(servers, model, learner.tokenizer, *drawn, quantized=kept).pushed(params, version)
     pushed = weights.push(model, params, learner.mesh, version=version, quantized=kept)
     sizes = r.slots or r.prompts * r.group_size, r.max_prompt_tokens, r.tokens_per_call

@@ -29,6 +29,7 @@ FINISHES = (types.EOS, types.STOP, types.LENGTH, types.CANCELLED)
 COLUMNS = {"tokens": np.int32, "logp": np.float32, "versions": np.int32}  # of an answer
 MAX_STOPS, STOP_LENGTH = 64, 1024  # strings of a request, and characters of each: every token's text is searched
 COLDEST, HOTTEST, LEAST_TOP_P = 1e-6, 1e6, 1e-6  # what divides logits may neither be subnormal nor overflow
+WHOLE, REAL = (int, np.integer), (int, float, np.integer, np.floating)
 ROUNDING = 1e-3  # nats that a log-prob may be above 0
 
 NOTHING = Answer(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), types.CANCELLED)
@@ -69,12 +70,12 @@ def check(
     _check_ids("prompt", r.prompt, vocab_size)
     wholes = [("group", 1, 31), ("max_tokens", 1, 31), ("budget", 0, 31), ("seed", 0, 32), ("draw", 0, 32)]
     for name, low, bits in wholes:
-        _check_whole(name, getattr(r, name), low, bits)
+        _check_number(name, getattr(r, name), WHOLE, low, 2**bits - 1)
     types.expect(max_tokens is None or r.max_tokens <= max_tokens, "max_tokens", r.max_tokens, f"at most {max_tokens}")
     coldest, expected = s.temperature and COLDEST, f"0 (greedy) or a number in [{COLDEST:g}, {HOTTEST:g}]"
-    _check_real("temperature", s.temperature, coldest, HOTTEST, expected)
-    _check_whole("top_k", s.top_k, 0, 31)
-    _check_real("top_p", s.top_p, LEAST_TOP_P, 1, f"a number in (0, 1], at least {LEAST_TOP_P:g}")
+    _check_number("temperature", s.temperature, REAL, coldest, HOTTEST, expected)
+    _check_number("top_k", s.top_k, WHOLE, 0, 2**31 - 1)
+    _check_number("top_p", s.top_p, REAL, LEAST_TOP_P, 1, f"a number in (0, 1], at least {LEAST_TOP_P:g}")
     texts = all(isinstance(x, str) and 0 < len(x) <= STOP_LENGTH for x in r.stop)
     expected = f"at most {MAX_STOPS} strings, of 1 to {STOP_LENGTH} characters"
     types.expect(texts and len(r.stop) <= MAX_STOPS, "stop", r.stop, expected)
@@ -86,14 +87,9 @@ def check(
         types.expect(len(answer.tokens) <= most, "begun", len(answer.tokens), expected)
 
 
-def _check_whole(name: str, value: Any, low: int, bits: int) -> None:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    types.expect(whole and low <= value < 2**bits, name, value, f"a whole number in [{low}, 2^{bits})")
-
-
-def _check_real(name: str, value: Any, low: float, high: float, expected: str) -> None:
-    real = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    types.expect(real and low <= value <= high, name, value, expected)
+def _check_number(name: str, value: Any, kinds: tuple[type, ...], low: float, high: float, expected: str = "") -> None:
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+    types.expect(fits, name, value, expected or f"a whole number from {low} to {high}")
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:

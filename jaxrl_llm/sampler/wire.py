@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -18,7 +19,6 @@ from jaxrl_llm.sampler.requests import COLUMNS, MAX_STOPS, Answer, Group, Reques
 from jaxrl_llm.sampler.sampling import Sampling
 
 SERVICE = "jaxrl.Rollout"
-SECRETS = {"token": "JAXRL_TOKEN", "push_token": "JAXRL_PUSH_TOKEN"}  # of the environment: a command line is public
 CHUNK = 2**20  # bytes of weights in one message, at most
 MAX_MESSAGE = 4 * 2**20 + CHUNK  # bytes of one message that a server receives, at most
 MAX_GROUP = 1024  # answers of one request
@@ -48,6 +48,11 @@ def check_names(message: Message, *names: str) -> None:
     for name in names:
         size = len(getattr(message, name))
         types.expect(size <= MAX_NAME, name, f"{size} characters", f"at most {MAX_NAME}")
+
+
+def secrets() -> dict[str, str | None]:
+    """The tokens, from the environment: a command line is there for all to see."""
+    return {"token": os.environ.get("JAXRL_TOKEN"), "push_token": os.environ.get("JAXRL_PUSH_TOKEN")}
 
 
 # --- requests and answers ---------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,6 @@ from jaxrl_llm.serving import server, supervisor
 from jaxrl_llm.types import expect
 
 
-def _secrets() -> dict[str, str | None]:
-    return {name: os.environ.get(variable) for name, variable in wire.SECRETS.items()}
-
-
 def policy(source: Path, assignments: tuple[str, ...]) -> tuple[Config, Any]:
     """The config and parameters of a run's newest checkpoint; of an experiment file, random ones until some come."""
     if not source.is_dir():
@@ -38,7 +33,7 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
     """Serve in this process. listen: keywords of `server.serve`."""
     from jaxrl_llm.serving import backend
 
-    listen |= _secrets()
+    listen |= wire.secrets()
     server.check_listen(**listen)  # before anything is loaded
     config, params = policy(source, assignments)
     r, model = config.rollout, trainer.sampler_model(config)
@@ -57,7 +52,7 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
 
 def watch(source: Path, assignments: tuple[str, ...], **listen: Any) -> int:
     """Serve in a process of its own; start it again, on the same port, when JetStream has killed it."""
-    server.check_listen(**_secrets(), **listen)
+    server.check_listen(**wire.secrets(), **listen)
     words = [w for a in assignments for w in ("--set", a)]
     words += [w for k, v in listen.items() if v is not None for w in (f"--{k.replace('_', '-')}", str(v))]
     return supervisor.supervise([sys.executable, "-m", "jaxrl_llm.cli", "serve", str(source), *words, "--unwatched"])

@@ -390,11 +390,8 @@ def http(host: str, port: int, token: str | None, service: Callable[[], Service 
 
         def log_message(self, *_: Any) -> None: ...
 
-    class Server(ThreadingHTTPServer):
-        def verify_request(self, request: Any, address: Any) -> bool:
-            return threading.active_count() < MAX_THREADS
-
-    with Server((host, port), Handler) as server:
+    with ThreadingHTTPServer((host, port), Handler) as server:
+        server.verify_request = lambda *_: threading.active_count() < MAX_THREADS
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield server.server_address[1]
