@@ -356,7 +356,7 @@ def test_an_error_of_who_listens_fails_its_request_alone(backend):
 
 
 def warm(n):
-    return [Request(PROMPTS[i % 2], 2, 12, WARM, seed=3, draw=i) for i in range(n)]
+    return [Request(PROMPTS[i % 2], 1, 12, WARM, seed=3, draw=i) for i in range(n)]
 
 
 @pytest.mark.parametrize("where", ["fill", "step"])
@@ -365,16 +365,16 @@ def test_an_error_on_the_device_fails_the_request_that_causes_it_alone(where, ba
     poison, real = replace(warm(1)[0], prompt=(15, 15)), getattr(slots_module.Slots, where)
 
     def failing(slots, *args):
-        result = real(slots, *args)
+        result = real(slots, *args) if where == "fill" else None
         if any(a.request.prompt == poison.prompt for a in slots.rows if a):
             raise RuntimeError("out of memory")
-        return result
+        return result if where == "fill" else real(slots, *args)
 
-    asked = warm(5)
+    asked = warm(3)
     expected = ask(backend, asked)
     monkeypatch.setattr(slots_module.Slots, where, failing)
-    futures = [backend.submit(r) for r in (*asked[:2], poison, *asked[2:4], poison, asked[4])]
-    for i in (5, 2):
+    futures = [backend.submit(r) for r in (asked[0], poison, asked[1], poison, asked[2])]
+    for i in (3, 1):
         with pytest.raises(RuntimeError, match="out of memory"):
             futures.pop(i).result(TIMEOUT_S)
     assert_same([f.result(TIMEOUT_S) for f in futures], expected)
@@ -386,13 +386,13 @@ def test_an_error_that_is_no_requests_fault_fails_none(backend, monkeypatch):
 
     def once(slots, *args):
         calls.append(1)
-        if len(calls) == 4:
+        if len(calls) == 2:
             raise RuntimeError("a hiccup")
         return real(slots, *args)
 
     monkeypatch.setattr(slots_module.Slots, "step", once)
     assert_same(ask(backend, warm(3)), expected)
-    assert len(calls) > 4
+    assert len(calls) > 3
 
 
 def test_a_device_that_always_fails_is_given_up(engine, monkeypatch):
@@ -413,11 +413,11 @@ def test_a_device_that_always_fails_is_given_up(engine, monkeypatch):
 
 
 def test_weights_that_are_not_finite_change_nothing(backend):
-    leaves = leaves_of(WEIGHTS.params)
+    leaves, held = leaves_of(WEIGHTS.params), backend.engine.weights
     leaves["['embed']"][3, 2] = np.nan
     with pytest.raises(ValueError, match="leaves is .not finite in .*embed.*; expected finite numbers"):
         backend.load(leaves, 3)
-    assert backend.engine.weights is WEIGHTS
+    assert backend.engine.weights is held
 
 
 @pytest.mark.parametrize(
