@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,10 +38,17 @@ def answers(request: Request, version: int) -> Group:
     def answer(g: int) -> Answer:
         rng = np.random.default_rng([*request.prompt, request.seed, request.draw, g])
         n = int(rng.integers(1, request.max_tokens + 1))
-        tokens, logp = rng.integers(0, 50, n).astype(np.int32), rng.normal(size=n).astype(np.float32)
+        tokens, logp = rng.integers(0, 50, n).astype(np.int32), -rng.exponential(size=n).astype(np.float32)
         return Answer(tokens, logp, np.full(n, version, np.int32), "eos")
 
     return tuple(answer(g) for g in range(request.group))
+
+
+def part(whole: Answer, request: Request, number: int, more: int) -> Answer:
+    """An answer that was cancelled when it had `more` tokens than its begun part, unless that is all of it."""
+    n = len(request.begun[number].tokens) + more if request.begun else more
+    columns = whole.tokens[:n], whole.logp[:n], whole.versions[:n]
+    return whole if n >= len(whole.tokens) else Answer(*columns, "cancelled")
 
 
 class FakeBackend:
@@ -50,12 +60,17 @@ class FakeBackend:
         self.submitted: list[Request] = []
         self.cancelled: list[Request] = []
         self.refuses = ""  # a message: every load fails with it
+        self.drawn = 0  # tokens that an answer has at least when it is cancelled
+        self.lie = lambda group: group  # what is answered in place of a group
         self.finish = ""  # what the answers' finish is replaced by
         self._timers: dict[Future, tuple[threading.Timer, Request]] = {}
         self._lock = threading.Lock()
 
-    def submit(self, request: Request) -> Future[Group]:
+    def check(self, request: Request) -> None:
         check(request, vocab_size=50, max_prompt_tokens=16, max_tokens=64)
+
+    def submit(self, request: Request) -> Future[Group]:
+        self.check(request)
         if request.stop == ("unservable",):
             raise ValueError("stop='unservable': expected another")
         future: Future[Group] = Future()
@@ -74,15 +89,17 @@ class FakeBackend:
         group = answers(request, self.version)
         if self.finish:
             group = tuple(Answer(a.tokens, a.logp, a.versions, self.finish) for a in group)
-        future.set_exception(OSError("broken")) if request.stop == ("break",) else future.set_result(group)
+        if request.stop == ("die",):
+            os.kill(os.getpid(), signal.SIGKILL)
+        failed = request.stop == ("break",)
+        future.set_exception(OSError("broken")) if failed else future.set_result(self.lie(group))
 
     def cancel(self, future: Future[Group]) -> None:
         with self._lock:
             timer, request = self._timers.pop(future)
             self.cancelled.append(request)
         timer.cancel()
-        empty = np.zeros(0, np.int32)
-        future.set_result((Answer(empty, empty.astype(np.float32), empty, "cancelled"),) * request.group)
+        future.set_result(tuple(part(a, request, g, self.drawn) for g, a in enumerate(answers(request, self.version))))
 
     def load(self, leaves: dict[str, np.ndarray], version: int) -> float:
         if self.refuses:
@@ -97,7 +114,7 @@ class FakeBackend:
 
 
 @contextmanager
-def running(backend: FakeBackend, *, token=None, cert=None, key=None, max_waiting=256, port=0):
+def running(backend: FakeBackend, *, token=None, push_token=None, cert=None, key=None, max_waiting=256, port=0):
     """A server in this process, on an event loop in a thread: its address, service and loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -105,8 +122,8 @@ def running(backend: FakeBackend, *, token=None, cert=None, key=None, max_waitin
     call = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(10)
 
     async def start():
-        grpc_server, bound = server.bind("127.0.0.1", port, token, cert, key)
-        service = server.Service(backend, max_waiting)
+        grpc_server, bound = server.bind("127.0.0.1", port, token, cert, key, push_token)
+        service = server.Service(backend, max_waiting, push_token)
         grpc_server.add_generic_rpc_handlers((service.handlers(),))
         await grpc_server.start()
         return grpc_server, service, f"localhost:{bound}"
@@ -119,6 +136,37 @@ def running(backend: FakeBackend, *, token=None, cert=None, key=None, max_waitin
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+@contextmanager
+def slow_reader(port: int):
+    """A port from which what a server says is passed on only after `release` is called: (port, release)."""
+    released, listener = threading.Event(), socket.create_server(("127.0.0.1", 0))
+
+    def pass_on(source: socket.socket, to: socket.socket, waits: bool) -> None:
+        with suppress(OSError):
+            if waits:
+                to.sendall(source.recv(200))  # the settings of the connection
+                released.wait(60)
+            while data := source.recv(65536):
+                to.sendall(data)
+        with suppress(OSError):
+            to.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                server = socket.create_connection(("127.0.0.1", port))
+                for pair in ((client, server, False), (server, client, True)):
+                    threading.Thread(target=pass_on, args=pair, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield listener.getsockname()[1], released.set
+    finally:
+        released.set()
+        listener.close()
 
 
 def until(condition, timeout_s: float = 10.0) -> None:

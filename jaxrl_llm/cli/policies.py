@@ -44,8 +44,8 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve a sampler to learners elsewhere, to JetStream's clients and to OpenAI's.
 
-    A learner finds it by `--set 'rollout.servers=["host:port"]'`. The token that callers must bring is $JAXRL_TOKEN;
-    without one it listens on loopback alone.
+    A learner finds it by `--set 'rollout.servers=["host:port"]'`. The token that callers must bring is $JAXRL_TOKEN,
+    and who pushes weights brings $JAXRL_PUSH_TOKEN in its place; without both it listens on loopback alone.
 
     Args:
         source: an experiment file, whose learner will send weights, or a run's folder, for its newest checkpoint.

@@ -65,6 +65,9 @@ class Rollout:
     servers_folder: str = ""  # of other engines alone, see docs/engines.md: where they find new weights,
     servers_reload: Callable | None = None  # (url, folder, version) -> None: has the engine take them,
     servers_seeded: bool = True  # whether it takes a seed for each request
+    deadline_s: float = 600.0  # of one call to a server; unfinished answers come back before, and go on
+    in_flight: int = 32  # groups that a server is asked for at once
+    max_waiting: int = 256  # groups that a server takes from all of its clients, queued ones included
     max_rounds: int = 10  # of sampling before a group filter gives up
     difficulty: Callable | None = None  # Prompt → number: a curriculum, one pass from the easiest to the hardest
 

@@ -27,7 +27,7 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
     ("at least 1", lambda x: x >= 1, {
         Config: "steps micro_batches", Mesh: "data fsdp tensor", Stage: "batches", Updates: "epochs",
         Rollout: "prompts group_size max_prompt_tokens max_response_tokens tokens_per_call max_rounds "
-        "prefill_tokens",
+        "prefill_tokens in_flight max_waiting",
         Evaluation: "problems samples", Suite: "problems samples", Checkpoint: "every keep",
         Algorithm: "updates_per_batch",
         ModelConfig: "vocab_size layers width heads kv_heads head_width mlp_width max_positions experts_per_token "
@@ -41,8 +41,8 @@ RULES: tuple[tuple[str, Callable, dict[type, str]], ...] = (
         Learning: "row_tokens", ModelConfig: "experts router_aux_coef",
     }),
     ("a positive number", lambda x: x > 0, {
-        Rollout: "temperature", Critic: "clip", Optimizer: "eps clip_norm", ModelConfig: "rope_theta norm_eps",
-        LoRA: "alpha",
+        Rollout: "temperature deadline_s", Critic: "clip", Optimizer: "eps clip_norm", LoRA: "alpha",
+        ModelConfig: "rope_theta norm_eps",
         RopeScaling: "factor low_freq_factor high_freq_factor original_max_position",
     }),
     ("a number in (0, 1]", lambda x: 0 < x <= 1, {Rollout: "top_p", Suite: "top_p", PromptChoice: "retire_above"}),

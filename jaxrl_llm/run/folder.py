@@ -23,7 +23,8 @@ from jaxrl_llm.run.stopping import Stopped
 
 # What --resume may change. (So may `steps`, unless a learning rate's schedule or a curriculum depends on it.)
 NO_NUMBER = ("evaluation.", "checkpoint.", "logged_samples", "compile_cache", "abort_after", "rollout.max_rounds",
-    "rollout.tokens_per_call")  # of the training  # fmt: skip
+    "rollout.tokens_per_call", "rollout.deadline_s", "rollout.in_flight",
+    "rollout.max_waiting")  # of the training  # fmt: skip
 ROUNDING = ("mesh.", "learner.layout", "learner.row_tokens", "learner.logprob_chunk", "micro_batches", "rollout.slots",
     "rollout.servers", "rollout.cache", "rollout.kv_tokens", "rollout.prefill_tokens")  # fmt: skip
 

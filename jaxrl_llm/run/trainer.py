@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import socket
 import sys
 import time
@@ -31,7 +30,7 @@ from jaxrl_llm.run import evals, folder, metrics, probe, sft
 from jaxrl_llm.run.checkpoint import Checkpoints, checksums
 from jaxrl_llm.run.modes import MODES, Position
 from jaxrl_llm.run.stopping import Stopped, stop_on_signals
-from jaxrl_llm.sampler import client, groups, openai, weights
+from jaxrl_llm.sampler import client, groups, openai, weights, wire
 from jaxrl_llm.sampler.client import RemoteEngine
 from jaxrl_llm.sampler.decode import LocalEngine, push_weights
 from jaxrl_llm.sampler.groups import ScoredBatch
@@ -53,7 +52,8 @@ def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") 
         servers = openai.Servers(r.servers, r.servers_reload, Path(r.servers_folder), **how)
         return openai.OpenAIEngine(servers, model, learner.tokenizer, *drawn).pushed(params, version)
     if r.servers:
-        servers = client.Client(r.servers, token=os.environ.get("JAXRL_TOKEN"), ca=r.servers_ca, run=run)
+        bounds = {"deadline_s": r.deadline_s, "in_flight": r.in_flight, "vocab_size": model.vocab_size}
+        servers = client.Client(r.servers, ca=r.servers_ca, run=run, **wire.secrets(), **bounds)
         return RemoteEngine(servers, model, learner.tokenizer, *drawn, quantized=kept).pushed(params, version)
     pushed = weights.push(model, params, learner.mesh, version=version, quantized=kept)
     sizes = r.slots or r.prompts * r.group_size, r.max_prompt_tokens, r.tokens_per_call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +15,13 @@ from typing import Any
 import grpc
 import jax
 import numpy as np
-from google.protobuf.message import Message
 
 from jaxrl_llm import types
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
-from jaxrl_llm.sampler import decode, requests, weights, wire
+from jaxrl_llm.sampler import decode, peers, requests, weights, wire
 from jaxrl_llm.sampler import rollout_pb2 as pb
+from jaxrl_llm.sampler.peers import Code, Outgoing, Sent, Server
 from jaxrl_llm.sampler.requests import Group, NextRequest, Request
 from jaxrl_llm.sampler.sampling import Sampling
 
@@ -28,70 +29,24 @@ PROBE_S = 2.0  # a server that takes longer to say that it is there gets no requ
 BACKOFF_S = 0.1, 5.0  # between attempts to reach a server that is down: the first and the longest
 FULL_S = 0.2  # a server that is full gets no request for so long
 ASK_S = 0.2  # after so long a source that had no request is asked again: the learner may have caught up
-Code = grpc.StatusCode
-WRONG = {Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE, Code.UNIMPLEMENTED}  # no other attempt would do better
-FORBIDDEN = {Code.UNAUTHENTICATED, Code.PERMISSION_DENIED}
-
-
-def address(text: str) -> str:
-    """The address host:port of a server, checked; an IPv6 host is in brackets."""
-    host, _, port = text.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    fits = bare and (":" not in bare or bare != host) and "/" not in bare
-    types.expect(fits and port.isdecimal() and 0 < int(port) < 2**16, "server", text, "host:port")
-    return f"[{bare}]:{int(port)}" if ":" in bare else f"{bare}:{int(port)}"
-
-
-@dataclass
-class _Server:
-    """A server as it answered last. The fields below `channel` are read and written under the client's lock."""
-
-    name: str
-    channel: grpc.Channel
-    up: bool = False  # it may get requests: it answers, and has the newest weights or gets them now
-    instance: str = ""
-    loaded: tuple[str, int] | None = None  # to which instance of it which version of the weights was pushed
-    in_flight: int = 0
-    full_until: float = 0.0
-    failures: int = 0  # attempts to reach it or to push to it, since it answered last
-    last_error: str = "not asked yet"
-    refusal: Exception | None = None  # which no other attempt would avoid; raised by the next call
-
-
-class _Outgoing:
-    """A request and its attempts so far, all with the same id. ValueError for what no server could serve."""
-
-    def __init__(self, request: Request):
-        requests.check(request, vocab_size=2**31, max_tokens=2**31 - 1)
-        self.request, self.failures = request, 0
-        self.message = wire.to_request_message(request, id=uuid.uuid4().hex)
-        size = self.message.ByteSize() + 64  # room for the instance
-        types.expect(size <= wire.MAX_MESSAGE, "request", f"{size} bytes", f"at most {wire.MAX_MESSAGE} bytes")
-
-
-def _exception(server: _Server, error: grpc.RpcError, loading: bool = False) -> Exception | None:
-    """What the caller shall see; None if another attempt may succeed."""
-    text = f"{server.name}: {error.details()}"
-    if error.code() in FORBIDDEN:
-        return PermissionError(text)
-    if error.code() in WRONG or (loading and error.code() is Code.FAILED_PRECONDITION):
-        return ValueError(text)
-    return None
 
 
 class Client:
     """Samples on several servers, as if they were one.
 
-    servers: host:port of each. token: what they ask for. ca: a PEM file of who signed their certificates; None: no
-    TLS. deadline_s: of one attempt. in_flight: groups per server, queued ones included. retries: attempts of one
-    request, after its first, that may fail. patience_s: how long no server at all may answer.
+    servers: host:port of each. token: what they ask for. push_token: the same of who pushes weights, if another. ca: a
+    PEM file of who signed their certificates; None: no TLS. deadline_s: of one attempt; what is drawn comes back before
+    and goes on, unless there is a budget. in_flight: groups per server, queued ones included. retries: attempts of one
+    request, after its first, that may fail. patience_s: how long no server at all may answer. vocab_size: the model's.
     run: names the learner that pushes weights, the same when it resumes; a new name if left out. A server has the
-    weights of one run, and takes no other's while it hears from that learner's client (see `wire.LEARNER_S`).
+    weights of one run, and takes no other's while it hears from that learner's client (see `wire.LEARNER_S`). A request
+    is drawn with this run's weights, and none older than those pushed to its server.
 
     A server that fails or exceeds a deadline gets nothing until it answers a probe within 2 seconds and has the newest
-    weights: one thread for each server looks after that. All methods may be called from several threads; they raise
-    PermissionError for a wrong token, ValueError for what a server refuses, ConnectionError when patience or retries
-    are over.
+    weights: one thread for each server looks after that. One whose answer cannot be (`requests.check_group`) is set
+    aside. A request with which a server died shares its next one with no other such request. All methods may be called
+    from several threads; they raise PermissionError for a wrong token, ValueError for what a server refuses, and
+    ConnectionError when patience or retries are over, two servers died with a request, or all are set aside.
     """
 
     def __init__(
@@ -99,24 +54,28 @@ class Client:
         servers: Sequence[str],
         *,
         token: str | None = None,
+        push_token: str | None = None,
         ca: str | None = None,
         deadline_s: float = 600.0,
         in_flight: int = 32,
         retries: int = 10,
         patience_s: float = 120.0,
+        vocab_size: int = 2**31,
         run: str = "",
     ):
-        names = [address(server) for server in servers]
+        names = [peers.address(server) for server in servers]
         types.expect(names and len(set(names)) == len(names), "servers", list(servers), "at least one, each once")
         for name, seconds in (("deadline_s", deadline_s), ("patience_s", patience_s)):
-            types.expect(seconds > 0, name, seconds, "a positive number")
+            types.expect(0 < seconds <= wire.DAY_S, name, seconds, f"a positive number, at most {wire.DAY_S:g}")
         types.expect(in_flight >= 1, "in_flight", in_flight, "at least 1")
         types.expect(retries >= 0, "retries", retries, "0 or a positive number")
         types.expect(ca is None or Path(ca).is_file(), "ca", ca, "a file")
         self.deadline_s, self.in_flight, self.retries, self.patience_s = deadline_s, in_flight, retries, patience_s
-        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        bearer = lambda secret: () if secret is None else (("authorization", f"Bearer {secret}"),)
+        self._metadata, self._push_metadata = bearer(token), bearer(push_token or token)
+        self.vocab_size = vocab_size
         credentials = None if ca is None else grpc.ssl_channel_credentials(Path(ca).read_bytes())
-        self._servers = [_Server(name, _channel(name, credentials)) for name in names]
+        self._servers = [Server(name, peers.channel(name, credentials)) for name in names]
         self._client = uuid.uuid4().hex
         self._run = run or self._client
         self._changed = threading.Condition()  # guards what follows, and the servers
@@ -135,38 +94,38 @@ class Client:
         nothing is in flight, and again after a moment if it had nothing; what has failed is sent again. Closing the
         iterator cancels what is in flight.
         """
-        waiting: deque[_Outgoing] = deque()
-        running: dict[grpc.Future, tuple[_Outgoing, _Server]] = {}
+        waiting: list[Outgoing] = []
+        running: dict[grpc.Future, tuple[Outgoing, Sent]] = {}
         done: deque[grpc.Future] = deque()
         try:
             while True:
                 if not waiting and not running:
                     if (request := next_request()) is None:
                         return
-                    waiting.append(_Outgoing(request))
+                    waiting.append(Outgoing(request, self.deadline_s))
                 while self._able():
-                    if not waiting and (request := next_request()) is not None:
-                        waiting.append(_Outgoing(request))
-                    if not waiting or (sent := self._send(waiting[0])) is None:  # another thread has taken the room
+                    outgoing = next((o for o in waiting if self._able(o)), None)
+                    if outgoing is None and (request := next_request()) is not None:
+                        outgoing = Outgoing(request, self.deadline_s)
+                        waiting.append(outgoing)
+                    if outgoing is None or (attempt := self._send(outgoing)) is None:  # another thread took the room
                         break
-                    call, server = sent
-                    running[call] = waiting.popleft(), server
+                    waiting.remove(outgoing)
+                    call, sent = attempt
+                    running[call] = outgoing, sent
                     call.add_done_callback(lambda call: self._wake(done, call))
-                if (call := self._wait(done, bool(waiting))) is None:
+                if (call := self._wait(done, waiting)) is None:
                     continue
-                outgoing, server = running.pop(call)
-                self._release(server)
-                if self._failed(call, outgoing, server):
-                    waiting.appendleft(outgoing)
+                outgoing, sent = running.pop(call)
+                self._release(sent)
+                if (group := self._drawn(call, outgoing, sent)) is None:
+                    waiting.insert(0, outgoing)
                 else:
-                    request, group = outgoing.request, wire.from_reply(call.result())
-                    expected = f"group = {request.group}"
-                    types.expect(len(group) == request.group, server.name, f"{len(group)} answers", expected)
-                    yield request, group
+                    yield outgoing.request, group
         finally:
-            for call, (_, server) in running.items():
+            for call, (_, sent) in running.items():
                 call.cancel()
-                self._release(server)
+                self._release(sent)
 
     def ordered(self, requests: Sequence[Request]) -> list[Group]:
         """The groups of `requests`, in their order."""
@@ -174,36 +133,42 @@ class Client:
 
     def on_each(self, request: Request) -> dict[str, Group]:
         """The answer to one request of every server that can be reached, by its name."""
-        outgoing, calls = _Outgoing(request), {}
-        for server in self._servers:
-            with self._changed:
-                outgoing.message.instance, outgoing.message.run = server.instance, self._pushed_run()
-                up = server.up
-            if up:
-                sample = _method(server.channel.unary_unary, "Sample", pb.SampleReply)
-                calls[server.name] = sample.future(outgoing.message, timeout=self.deadline_s, metadata=self._metadata)
-        return {n: wire.from_reply(call.result()) for n, call in calls.items() if call.exception() is None}
+        calls = [self._call(Outgoing(request, 0.0), s, suspected=False) for s in self._servers if s.up]
+        answered = [(call.result(), sent) for call, sent in calls if call.exception() is None]
+        groups = {sent.server.name: self._checked(data, request, sent) for data, sent in answered}
+        return {name: group for name, group in groups.items() if group is not None}
 
-    def _able(self) -> list[_Server]:
-        """Servers that may get a request at this moment."""
+    def _able(self, outgoing: Outgoing | None = None) -> list[Server]:
+        """Servers that may get this request, or a new one, at this moment."""
         with self._changed:  # which may be held already
-            now = time.monotonic()
-            return [s for s in self._servers if s.up and s.in_flight < self.in_flight and s.full_until <= now]
+            now, deaths = time.monotonic(), 0 if outgoing is None else outgoing.deaths
+            able = [s for s in self._servers if s.up and s.in_flight < self.in_flight and s.full_until <= now]
+            return [s for s in able if deaths == 0 or (deaths == 1 and not s.suspects)]
 
-    def _send(self, outgoing: _Outgoing) -> tuple[grpc.Future, _Server] | None:
+    def _send(self, outgoing: Outgoing) -> tuple[grpc.Future, Sent] | None:
         """An attempt on the least loaded server; None if there is room on none."""
         with self._changed:
-            server = min(self._able(), key=lambda s: s.in_flight, default=None)
+            server = min(self._able(outgoing), key=lambda s: s.in_flight, default=None)
             if server is None:
                 return None
+            suspected = bool(outgoing.deaths)
             server.in_flight += 1
-            outgoing.message.instance, outgoing.message.run = server.instance, self._pushed_run()
-        sample = _method(server.channel.unary_unary, "Sample", pb.SampleReply)
-        return sample.future(outgoing.message, timeout=self.deadline_s, metadata=self._metadata), server
+            server.suspects += suspected
+            return self._call(outgoing, server, suspected)
 
-    def _release(self, server: _Server) -> None:
+    def _call(self, outgoing: Outgoing, server: Server, suspected: bool) -> tuple[grpc.Future, Sent]:
         with self._changed:
-            server.in_flight -= 1
+            run = self._pushed_run()
+            sent = Sent(server, server.instance, server.version if run else 0, suspected)
+        message = outgoing.message
+        message.instance, message.run, message.version = sent.instance, run, sent.version
+        sample = peers.method(server.channel.unary_unary, "Sample")
+        return sample.future(message, timeout=self.deadline_s, metadata=self._metadata), sent
+
+    def _release(self, sent: Sent) -> None:
+        with self._changed:
+            sent.server.in_flight -= 1
+            sent.server.suspects -= sent.suspected
             self._changed.notify_all()
 
     def _wake(self, done: deque[grpc.Future], call: grpc.Future) -> None:
@@ -211,11 +176,11 @@ class Client:
             done.append(call)
             self._changed.notify_all()
 
-    def _wait(self, done: deque[grpc.Future], waiting: bool) -> grpc.Future | None:
+    def _wait(self, done: deque[grpc.Future], waiting: Sequence[Outgoing]) -> grpc.Future | None:
         """A call that has ended; None if a waiting request can be sent, or `next_request` is to be asked again."""
         answered = time.monotonic()
         with self._changed:
-            while not done and not (waiting and self._able()):
+            while not done and not any(self._able(outgoing) for outgoing in waiting):
                 self._raise()
                 if any(server.up for server in self._servers):
                     answered = time.monotonic()
@@ -223,31 +188,64 @@ class Client:
                     errors = "; ".join(f"{server.name}: {server.last_error}" for server in self._servers)
                     raise ConnectionError(f"no server answers for {self.patience_s:g} s: {errors}")
                 self._changed.wait(ASK_S)
-                if not waiting and self._able():
+                if self._able():
                     break
             return done.popleft() if done else None
 
-    def _failed(self, call: grpc.Future, outgoing: _Outgoing, server: _Server) -> bool:
-        """Whether the call is to be made again. Raises what no other attempt would avoid."""
-        error = call.exception()
-        if error is None:
-            return False
-        if exception := _exception(server, error):
+    def _drawn(self, call: grpc.Future, outgoing: Outgoing, sent: Sent) -> Group | None:
+        """The group; None if the request is to be sent again. Raises what no other attempt would avoid."""
+        if error := call.exception():
+            return self._failed(error, outgoing, sent)
+        cut_s = outgoing.message.deadline_s
+        group = self._checked(call.result(), outgoing.asked, sent, cut_s > 0)
+        if group is None or outgoing.request.budget or all(a.finish != types.CANCELLED for a in group):
+            return group
+        if not outgoing.go_on(group):
+            sent.server.full_until = time.monotonic() + FULL_S
+            self._again(outgoing, f"{sent.server.name}: no token in {cut_s:g} s")
+        return None
+
+    def _checked(self, data: bytes, request: Request, sent: Sent, cut: bool = False) -> Group | None:
+        """The group of a reply; None if it cannot be true."""
+        versions = sent.version, 2**31 - 1 if self._newest is None else self._newest[1]
+        try:
+            group = wire.from_reply(wire.parse(pb.SampleReply, data))
+            requests.check_group(request, group, vocab_size=self.vocab_size, versions=versions, cut=cut)
+            return group
+        except ValueError as error:
+            self._set_aside(sent.server, f"its reply cannot be: {error}")
+            return None
+
+    def _set_aside(self, server: Server, why: str) -> None:
+        with self._changed:
+            server.up, server.aside, server.last_error = False, why, f"set aside: {why}"
+            self._changed.notify_all()
+        warnings.warn(f"server {server.name} is set aside: {why}", stacklevel=2)
+
+    def _failed(self, error: grpc.RpcError, outgoing: Outgoing, sent: Sent) -> None:
+        """Raises what no other attempt would avoid, and notes the rest."""
+        if exception := peers.exception_of(sent.server, error):
             raise exception
         with self._changed:
             if error.code() is Code.RESOURCE_EXHAUSTED:
-                server.full_until = time.monotonic() + FULL_S
-                return True
-            last_error = self._down(server, error)
+                sent.server.full_until = time.monotonic() + FULL_S
+                return
+            last_error = self._down(sent.server, error)
+            if error.code() is Code.UNAVAILABLE and "failed to connect" not in str(error.details()):
+                outgoing.lost.append(sent)
         # A failed precondition is no failure: the server has restarted, or has other weights.
-        outgoing.failures += error.code() is not Code.FAILED_PRECONDITION
-        if outgoing.failures > self.retries:
-            raise ConnectionError(f"a request failed {outgoing.failures} times, at last on {server.name}: {last_error}")
-        return True
+        if error.code() is not Code.FAILED_PRECONDITION:
+            self._again(outgoing, f"{sent.server.name}: {last_error}")
 
-    def _down(self, server: _Server, error: grpc.RpcError) -> str:
+    def _again(self, outgoing: Outgoing, why: str) -> None:
+        outgoing.failures += 1
+        if outgoing.failures > self.retries:
+            raise ConnectionError(f"a request failed {outgoing.failures} times, at last on {why}")
+
+    def _down(self, server: Server, error: grpc.RpcError) -> str:
         """The server gets no requests until it answers. Returns what is wrong."""
         with self._changed:
+            server.down_since = time.monotonic() if server.up else server.down_since
             server.up, server.last_error = False, f"{error.code().name}: {error.details()}"
             self._changed.notify_all()
             return server.last_error
@@ -268,7 +266,7 @@ class Client:
             for server in self._servers:
                 server.loaded, server.refusal, server.failures = None, None, 0
             self._changed.notify_all()
-            tried = lambda: all(s.loaded or s.refusal or s.failures for s in self._servers)
+            tried = lambda: all(s.loaded or s.refusal or s.failures or s.aside for s in self._servers)
             self._changed.wait_for(lambda: tried() or self._closed)
             self._raise()
             reached = sum(s.loaded is not None for s in self._servers)
@@ -276,6 +274,9 @@ class Client:
 
     def _raise(self) -> None:
         types.expect(not self._closed, "client", "closed", "a client that is open")
+        if all(server.aside for server in self._servers):
+            whys = "; ".join(f"{server.name}: {server.aside}" for server in self._servers)
+            raise ConnectionError(f"every server is set aside: {whys}")
         for server in self._servers:
             if server.refusal is not None:
                 error, server.refusal = server.refusal, None
@@ -284,21 +285,24 @@ class Client:
 
     # --- one thread for each server ------------------------------------------------------------------------------
 
-    def _keep(self, server: _Server) -> None:
+    def _keep(self, server: Server) -> None:
         """While the client is open: see that the server answers, has the newest weights and knows that we are here."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._behind(server), wire.LEARNER_S / 3)
-                if self._closed:
+                waits_for = lambda: self._closed or server.aside or self._behind(server)
+                self._changed.wait_for(waits_for, wire.LEARNER_S / 3)
+                if self._closed or server.aside:
                     return
                 newest, loaded = self._newest, server.loaded
             try:
                 reply = self._stats(server).result()
                 weights = newest and (reply.instance, newest[1])
                 if weights and (loaded != weights or (reply.run, reply.version) != (self._run, newest[1])):
-                    load = _method(server.channel.stream_unary, "LoadWeights", pb.LoadReply)
+                    load = peers.method(server.channel.stream_unary, "LoadWeights", pb.LoadReply)
                     chunks = wire.to_chunks(*newest, self._run, self._client)
-                    load(chunks, timeout=self.deadline_s, metadata=self._metadata)
+                    version = load(chunks, timeout=self.deadline_s, metadata=self._push_metadata).version
+                    if version != newest[1]:
+                        return self._set_aside(server, f"it has loaded version {version} in place of {newest[1]}")
             except grpc.RpcError as error:
                 self._pause(server, error)
                 continue
@@ -307,18 +311,19 @@ class Client:
             with self._changed:
                 if newest is self._newest:  # or there has been another push meanwhile
                     server.instance, server.loaded = reply.instance, weights
-                    server.up, server.failures = not self._closed, 0
+                    server.version = weights[1] if weights else 0
+                    server.up, server.failures = not (self._closed or server.aside), 0
                     self._changed.notify_all()
 
-    def _behind(self, server: _Server) -> bool:
+    def _behind(self, server: Server) -> bool:
         lacks_weights = self._newest is not None and server.loaded is None
         return server.refusal is None and (lacks_weights or not server.up)
 
-    def _pause(self, server: _Server, error: grpc.RpcError) -> None:
+    def _pause(self, server: Server, error: grpc.RpcError) -> None:
         """Wait before the next attempt to reach a server, unless there are new weights before."""
         with self._changed:
             self._down(server, error)
-            server.refusal = _exception(server, error, loading=True)
+            server.refusal = peers.exception_of(server, error, loading=True)
             server.failures += 1
             newest, (first, longest) = self._newest, BACKOFF_S
             pause = min(first * 2 ** min(server.failures - 1, 10), longest)
@@ -328,10 +333,10 @@ class Client:
         """Our run, if we have pushed weights: only then do we mind whose the server has."""
         return "" if self._newest is None else self._run
 
-    def _stats(self, server: _Server, leaves: bool = False) -> grpc.Future:
+    def _stats(self, server: Server, leaves: bool = False) -> grpc.Future:
         request = pb.StatsRequest(run=self._pushed_run(), leaves=leaves)
-        call = _method(server.channel.unary_unary, "Stats", pb.StatsReply)
-        return call.future(request, timeout=PROBE_S, metadata=self._metadata)
+        call = peers.method(server.channel.unary_unary, "Stats", pb.StatsReply)
+        return call.future(request, timeout=PROBE_S, metadata=self._push_metadata)
 
     # --- the rest -----------------------------------------------------------------------------------------------
 
@@ -340,6 +345,7 @@ class Client:
         rows = []
         for server, call in [(server, self._stats(server)) for server in self._servers]:
             row = {"server": server.name, "answers": call.exception() is None}
+            row |= {"aside": server.aside} if server.aside else {}
             if row["answers"]:
                 reply = call.result()
                 row |= {"ready": reply.ready, "version": reply.version, **reply.values}
@@ -359,20 +365,6 @@ class Client:
             server.channel.close()
         for prober in self._probers:
             prober.join()
-
-
-def _method(kind: Callable, name: str, reply: type[Message]) -> Callable:
-    """A method of the service on a channel, whose `kind` is `unary_unary` or `stream_unary`."""
-    return kind(f"/{wire.SERVICE}/{name}", lambda request: request.SerializeToString(), reply.FromString)
-
-
-def _channel(name: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    options = [("grpc.max_send_message_length", wire.MAX_MESSAGE), ("grpc.max_receive_message_length", -1)]
-    options += [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100)]
-    options += [("grpc.min_reconnect_backoff_ms", 2_000), ("grpc.max_reconnect_backoff_ms", 2_000), *wire.KEEPALIVE]
-    if credentials is None:
-        return grpc.insecure_channel(name, options)
-    return grpc.secure_channel(name, credentials, options)
 
 
 @dataclass(frozen=True)

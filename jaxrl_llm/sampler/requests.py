@@ -25,6 +25,13 @@ class Answer:
     said: np.ndarray | None = None  # bool [n], tokens that an environment has said: see turns.py
 
 
+FINISHES = (types.EOS, types.STOP, types.LENGTH, types.CANCELLED)
+COLUMNS = {"tokens": np.int32, "logp": np.float32, "versions": np.int32}  # of an answer
+MAX_STOPS, STOP_LENGTH = 64, 1024  # strings of a request, and characters of each: every token's text is searched
+COLDEST, HOTTEST, LEAST_TOP_P = 1e-6, 1e6, 1e-6  # what divides logits may neither be subnormal nor overflow
+WHOLE, REAL = (int, np.integer), (int, float, np.integer, np.floating)
+ROUNDING = 1e-3  # nats that a log-prob may be above 0
+
 NOTHING = Answer(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), types.CANCELLED)
 
 
@@ -55,29 +62,82 @@ NextRequest = Callable[[], Request | None]
 def check(
     request: Request, *, vocab_size: int, max_prompt_tokens: int | None = None, max_tokens: int | None = None
 ) -> None:
-    """Raises ValueError with the field of the request that cannot be served."""
+    """Raises ValueError with the field of the request that cannot be served, by type and range."""
     r, s = request, request.sampling
     most = "" if max_prompt_tokens is None else f" to {max_prompt_tokens}"
-    fits = r.prompt and (max_prompt_tokens is None or len(r.prompt) <= max_prompt_tokens)
+    fits = len(r.prompt) and (max_prompt_tokens is None or len(r.prompt) <= max_prompt_tokens)
     types.expect(fits, "prompt", f"{len(r.prompt)} tokens", f"1{most}")
-    low, high = int(min(r.prompt)), int(max(r.prompt))
-    types.expect(low >= 0 and high < vocab_size, "prompt", [low, high], f"token ids in [0, {vocab_size})")
-    types.expect(r.group >= 1, "group", r.group, "at least 1")
-    types.expect(r.max_tokens >= 1, "max_tokens", r.max_tokens, "at least 1")
+    _check_ids("prompt", r.prompt, vocab_size)
+    wholes = [("group", 1, 31), ("max_tokens", 1, 31), ("budget", 0, 31), ("seed", 0, 32), ("draw", 0, 32)]
+    for name, low, bits in wholes:
+        _check_number(name, getattr(r, name), WHOLE, low, 2**bits - 1)
     types.expect(max_tokens is None or r.max_tokens <= max_tokens, "max_tokens", r.max_tokens, f"at most {max_tokens}")
-    types.expect(0 <= s.temperature < float("inf"), "temperature", s.temperature, "0 (greedy) or a positive number")
-    types.expect(s.top_k >= 0, "top_k", s.top_k, "0 (no filter) or a positive number")
-    types.expect(0 < s.top_p <= 1, "top_p", s.top_p, "a number in (0, 1]")
-    for name in ("seed", "draw"):
-        types.expect(0 <= getattr(r, name) < 2**32, name, getattr(r, name), "a number in [0, 2^32)")
-    types.expect(r.budget >= 0, "budget", r.budget, "0 (no bound) or a positive number")
-    types.expect(all(r.stop), "stop", r.stop, "strings that are not empty")
+    coldest, expected = s.temperature and COLDEST, f"0 (greedy) or a number in [{COLDEST:g}, {HOTTEST:g}]"
+    _check_number("temperature", s.temperature, REAL, coldest, HOTTEST, expected)
+    _check_number("top_k", s.top_k, WHOLE, 0, 2**31 - 1)
+    _check_number("top_p", s.top_p, REAL, LEAST_TOP_P, 1, f"a number in (0, 1], at least {LEAST_TOP_P:g}")
+    texts = all(isinstance(x, str) and 0 < len(x) <= STOP_LENGTH for x in r.stop)
+    expected = f"at most {MAX_STOPS} strings, of 1 to {STOP_LENGTH} characters"
+    types.expect(texts and len(r.stop) <= MAX_STOPS, "stop", r.stop, expected)
     types.expect(len(r.begun) in (0, r.group), "begun", f"{len(r.begun)} answers", f"none, or group = {r.group}")
     for answer in r.begun:
-        sizes = len(answer.tokens), len(answer.logp), len(answer.versions)
-        types.expect(len(set(sizes)) == 1, "begun", sizes, "as many log-probs and versions as tokens")
+        _check_answer("begun", answer, vocab_size)
         most = r.max_tokens - (answer.finish == types.CANCELLED)  # one that continues has a token to come
-        types.expect(sizes[0] <= most, "begun", sizes[0], f"at most {most} tokens, for max_tokens = {r.max_tokens}")
+        expected = f"at most {most} tokens, for max_tokens = {r.max_tokens}"
+        types.expect(len(answer.tokens) <= most, "begun", len(answer.tokens), expected)
+
+
+def _check_number(name: str, value: Any, kinds: tuple[type, ...], low: float, high: float, expected: str = "") -> None:
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+    types.expect(fits, name, value, expected or f"a whole number from {low} to {high}")
+
+
+def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    ids = np.asarray(ids)
+    whole = ids.ndim == 1 and ids.dtype.kind in "iu"
+    shown = [int(ids.min()), int(ids.max())] if whole else f"an array of {ids.dtype}"
+    types.expect(whole and shown[0] >= 0 and shown[1] < vocab_size, name, shown, f"token ids in [0, {vocab_size})")
+
+
+def _check_answer(name: str, answer: Answer, vocab_size: int) -> None:
+    """What holds for any answer, whoever sends it."""
+    columns = [np.asarray(getattr(answer, column)) for column in COLUMNS]
+    sizes = tuple(map(len, columns))
+    types.expect(len(set(sizes)) == 1, name, sizes, "as many log-probs and versions as tokens")
+    types.expect(answer.finish in FINISHES, f"{name} finish", answer.finish, f"one of {', '.join(FINISHES)}")
+    types.expect(sizes[0] or answer.finish == types.CANCELLED, name, "no token", "one, in an answer that has ended")
+    if sizes[0]:
+        tokens, logp, versions = columns
+        _check_ids(f"{name} tokens", tokens, vocab_size)
+        low, high = float(logp.min()), float(logp.max())  # either is nan if one is
+        types.expect(low > -np.inf and high <= ROUNDING, f"{name} logp", [low, high], "finite log-probs, none above 0")
+        types.expect(versions.min() >= 0, f"{name} versions", int(versions.min()), "at least 0")
+
+
+def check_group(
+    request: Request, group: Group, *, vocab_size: int, versions: tuple[int, int] = (0, 2**31 - 1), cut: bool = False
+) -> None:
+    """Raises ValueError unless `group` may be what a sampler answers to `request`.
+
+    versions: the least and the newest that it may have drawn with. cut: answers may have been ended from outside.
+    """
+    types.expect(len(group) == request.group, "group", f"{len(group)} answers", f"group = {request.group}")
+    for number, answer in enumerate(group):
+        name, n, finish = f"answer {number}", len(answer.tokens), answer.finish
+        _check_answer(name, answer, vocab_size)
+        begun, limit = request.begun[number] if request.begun else NOTHING, PartialAnswer(request, number).limit
+        old = len(begun.tokens)
+        same = all(np.array_equal(getattr(answer, c)[:old], getattr(begun, c)) for c in COLUMNS)
+        types.expect(same and n <= limit, name, f"{n} tokens", f"those {old} that were begun, and at most {limit}")
+        new = [int(v) for v in np.unique(answer.versions[old:])]
+        inside = not new or (versions[0] <= new[0] and new[-1] <= versions[1])
+        types.expect(inside, f"{name} versions", new, f"{versions[0]} to {versions[1]}, the versions pushed")
+        if begun.finish != types.CANCELLED or finish == types.CANCELLED:
+            goes_on = finish == begun.finish and n < request.max_tokens and (cut or n == limit)
+            fits = goes_on if finish == types.CANCELLED else n == old and finish == begun.finish
+        else:
+            fits = {types.LENGTH: n == request.max_tokens, types.STOP: request.stop}.get(finish, True) and n > old
+        types.expect(fits, name, f"{finish} after {n} tokens", f"an end that the request allows, limit {limit}")
 
 
 class StopSearch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -14,18 +15,20 @@ from google.protobuf.message import DecodeError, Message
 
 from jaxrl_llm import types
 from jaxrl_llm.sampler import rollout_pb2 as pb
-from jaxrl_llm.sampler.requests import Answer, Group, Request
+from jaxrl_llm.sampler.requests import COLUMNS, MAX_STOPS, Answer, Group, Request
 from jaxrl_llm.sampler.sampling import Sampling
 
 SERVICE = "jaxrl.Rollout"
 CHUNK = 2**20  # bytes of weights in one message, at most
 MAX_MESSAGE = 4 * 2**20 + CHUNK  # bytes of one message that a server receives, at most
+MAX_GROUP = 1024  # answers of one request
+MAX_NAME = 4096  # characters of an id, an instance or a run
+DAY_S = 86_400.0  # the longest deadline
 LEARNER_S = 30.0  # a learner from which a server has heard nothing for so long is taken to be gone
 # Idle connections are probed: a peer that is gone without a word is noticed within 15 seconds.
 KEEPALIVE = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
 KEEPALIVE += [("grpc.keepalive_permit_without_calls", 1)]
 
-COLUMNS = {"tokens": np.int32, "logp": np.float32, "versions": np.int32}  # of an answer
 SAME = ("prompt", "group", "max_tokens", "stop", "seed", "draw", "budget")  # fields of a Request and of its message
 
 M = TypeVar("M", bound=Message)
@@ -38,6 +41,18 @@ def parse(message: type[M], data: bytes) -> M:
         return message.FromString(data)
     except DecodeError as error:
         raise ValueError(f"{len(data)} bytes: expected a {message.DESCRIPTOR.full_name} ({error})") from None
+
+
+def check_names(message: Message, *names: str) -> None:
+    """ValueError for a name that is too long: it would be kept, and shown in errors."""
+    for name in names:
+        size = len(getattr(message, name))
+        types.expect(size <= MAX_NAME, name, f"{size} characters", f"at most {MAX_NAME}")
+
+
+def secrets() -> dict[str, str | None]:
+    """The tokens, from the environment: a command line is there for all to see."""
+    return {"token": os.environ.get("JAXRL_TOKEN"), "push_token": os.environ.get("JAXRL_PUSH_TOKEN")}
 
 
 # --- requests and answers ---------------------------------------------------------------------------------------
@@ -61,9 +76,14 @@ def to_request_message(request: Request, id: str, instance: str = "", run: str =
 
 
 def from_request_message(message: pb.SampleRequest) -> Request:
-    """The request, not checked but for its id, which may not be empty, and the columns of its begun answers."""
+    """The request, not checked but for what would take time or memory here, and for what it is no part of."""
     m = message
     types.expect(m.id, "id", m.id, "a string that is not empty")
+    check_names(m, "id", "instance", "run")
+    for name, most in (("stop", MAX_STOPS), ("begun", MAX_GROUP)):
+        types.expect(len(getattr(m, name)) <= most, name, f"{len(getattr(m, name))} entries", f"at most {most}")
+    types.expect(0 <= m.version < 2**31, "version", m.version, "a number in [0, 2^31)")
+    types.expect(0 <= m.deadline_s <= DAY_S, "deadline_s", m.deadline_s, f"0 (none) to {DAY_S:g}")
     same = {name: getattr(m, name) for name in SAME} | {"prompt": tuple(m.prompt), "stop": tuple(m.stop)}
     return Request(sampling=Sampling(m.temperature, m.top_k, m.top_p), begun=tuple(map(_answer, m.begun)), **same)
 
@@ -107,8 +127,9 @@ def to_chunks(leaves: Mapping[str, np.ndarray], version: int, run: str = "", cli
 
 def _check_header(header: pb.Header, manifest: Manifest) -> None:
     types.expect(0 <= header.version < 2**31, "version", header.version, "a number in [0, 2^31)")
+    check_names(header, "run", "client")
     names = [leaf.name for leaf in header.leaves]
-    types.expect(len(set(names)) == len(names), "leaves", names, "each name once")
+    types.expect(len(set(names)) == len(names), "leaves", names[:9], "each name once")
     missing, unknown = sorted(set(manifest) - set(names)), sorted(set(names) - set(manifest))
     types.expect(not missing, "leaves", f"without {missing[:3]}", f"all {len(manifest)} leaves of the model")
     types.expect(not unknown, "leaves", unknown[:3], "leaves of the model")

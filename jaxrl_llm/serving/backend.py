@@ -18,7 +18,10 @@ from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.sampler.requests import Request
 from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.serving.engine import GREEDY, DriverGroup, JetStreamEngine, Listen, js, manifest
+from jaxrl_llm.serving.server import details_of
 from jaxrl_llm.types import expect
+
+TOKEN_LENGTH = 256  # characters of a token, as far as a prompt's text may be long
 
 
 class Driver(js.orchestrator.Driver):
@@ -52,7 +55,8 @@ class Driver(js.orchestrator.Driver):
 class DriverBackend:
     """Samples groups through JetStream's Driver. All methods may be called from any thread.
 
-    An error in one of the Driver's threads kills the process: requests are checked before they enter it.
+    An error in one of the Driver's threads kills the process: requests are checked before they enter it, and what goes
+    wrong there nevertheless fails the request that it belongs to (see `JetStreamEngine`).
     """
 
     def __init__(self, model: ModelConfig, tokenizer: Tokenizer, weights: SamplerWeights, **engine: Any):
@@ -66,6 +70,10 @@ class DriverBackend:
     @property
     def version(self) -> int:
         return self.engine.weights.version
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the request cannot be served."""
+        self.engine.check(request)
 
     def submit(self, request: Request, listen: Listen | None = None) -> DriverGroup:
         """The group, when all of its answers are done. listen: see `DriverGroup`. Raises ValueError if the request
@@ -116,13 +124,19 @@ class DriverBackend:
 class Orchestrator(js.orchestrator.LLMOrchestrator):
     """JetStream's service: text or token ids in, new text or token ids out as they are drawn, greedily."""
 
-    def __init__(self, backend: DriverBackend):
+    def __init__(self, backend: DriverBackend, max_waiting: int):
         super().__init__(backend.driver)
-        self._backend, self._draws = backend, itertools.count()
+        self._backend, self._max_waiting, self._calls = backend, max_waiting, 0
+        self._draws = itertools.count()
 
     async def Decode(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        """Nothing is prepended to the prompt, and the end-of-sequence token is not sent. INVALID_ARGUMENT: cannot be
-        served. A call that ends early frees its slot."""
+        """Nothing is prepended to the prompt, and the end-of-sequence token is not sent. A call that ends early frees
+        its slot. INVALID_ARGUMENT: cannot be served. RESOURCE_EXHAUSTED: `max_waiting` calls are being answered.
+        UNKNOWN: it failed."""
+        if self._calls >= self._max_waiting:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._calls} calls are being answered")
+        self._calls += 1
+        context.add_done_callback(lambda _: setattr(self, "_calls", self._calls - 1))
         loop, drawn = asyncio.get_running_loop(), asyncio.Queue()  # of token ids, None at the end
 
         def put(ids: list[int] | None) -> None:
@@ -130,9 +144,9 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
                 loop.call_soon_threadsafe(drawn.put_nowait, ids)
 
         try:
-            future = self._backend.submit(self._request(request), put)
+            future = self._backend.submit(await self._request(request), put)
         except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details_of(str(error)))
         context.add_done_callback(lambda _: self._backend.cancel(future))
         future.add_done_callback(lambda _: put(None))
         as_text = request.WhichOneof("content") == "text_content"
@@ -145,14 +159,18 @@ class Orchestrator(js.orchestrator.LLMOrchestrator):
                 unsent, sent_text = [], text
         if unsent:
             yield _response(text[len(sent_text) :], unsent)
+        if error := future.exception():
+            await context.abort(grpc.StatusCode.UNKNOWN, details_of(f"{type(error).__name__}: {error}"))
 
-    def _request(self, asked: Any) -> Request:
-        content = asked.WhichOneof("content")
+    async def _request(self, asked: Any) -> Request:
+        content, c, text = asked.WhichOneof("content"), self._backend.engine.config, asked.text_content.text
         expect(not asked.session_cache, "session_cache", asked.session_cache, "none: sessions are not kept")
         expect(content is not None, "content", content, "text_content or token_content")
-        encode, draw = self._backend.engine.config.tokenizer.encode, next(self._draws) % 2**32
-        prompt = encode(asked.text_content.text) if content == "text_content" else asked.token_content.token_ids
-        return Request(tuple(prompt), max_tokens=asked.max_tokens, sampling=GREEDY, draw=draw)
+        most = TOKEN_LENGTH * c.max_prompt_tokens
+        expect(len(text) <= most, "text", f"{len(text)} characters", f"at most {most}")
+        ids = asked.token_content.token_ids
+        ids = ids if content == "token_content" else await asyncio.to_thread(c.tokenizer.encode, text)
+        return Request(tuple(ids), max_tokens=asked.max_tokens, sampling=GREEDY, draw=next(self._draws) % 2**32)
 
 
 def _response(text: str, ids: list[int]) -> Any:
@@ -160,6 +178,6 @@ def _response(text: str, ids: list[int]) -> Any:
     return js.jetstream_pb2.DecodeResponse(stream_content=content(samples=[content.Sample(text=text, token_ids=ids)]))
 
 
-def add_decode_service(backend: DriverBackend, server: grpc.aio.Server) -> None:
-    """Adds JetStream's service to a server."""
-    js.jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Orchestrator(backend), server)
+def add_decode_service(backend: DriverBackend, server: grpc.aio.Server, max_waiting: int = 256) -> None:
+    """Adds JetStream's service to a server. max_waiting: calls that it answers at once."""
+    js.jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Orchestrator(backend, max_waiting), server)

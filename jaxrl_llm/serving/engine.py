@@ -8,6 +8,7 @@ to the answer there; the Driver itself sees tokens alone, and learns from them w
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.data.tokenizers import Tokenizer
@@ -32,14 +34,19 @@ from jaxrl_llm.types import expect
 js = jetstream.load()
 GREEDY = Sampling(temperature=0.0)
 Listen = Callable[[list[int]], None]
+MAX_GROUP = 256  # answers of a request, or as many as there are slots: the prompt's view has a lane for each
+BROKEN = (
+    64  # errors in a row after which the device, and no request, is at fault: the process ends, to be started again
+)
+logger = logging.getLogger(__name__)
 
 
 class DriverGroup(Future[Group]):
     """A request on its way through the Driver: the future of its group."""
 
     def __init__(self, request: Request, listen: Listen | None = None):
-        """listen: gets new token ids of any answer, without the end-of-sequence token, in a thread of the Driver. It
-        must not raise, or the process is killed."""
+        """listen: gets new token ids of any answer, without the end-of-sequence token, in a thread of the Driver. What
+        it raises fails the group."""
         super().__init__()
         self.set_running_or_notify_cancel()  # whoever waits cannot cancel it: only `end` frees the slots
         self.request, self.listen = request, listen
@@ -56,26 +63,37 @@ class DriverGroup(Future[Group]):
             self.ended = True
         self.resolve()
 
+    def fail(self, error: Exception) -> None:
+        """Ends all answers; whoever waits gets the error."""
+        logger.error("a request for a group of %d has failed", self.request.group, exc_info=error)
+        with self.lock:
+            self.ended = True
+        with suppress(InvalidStateError):
+            self.set_exception(error)
+
     def resolve(self) -> None:
         with suppress(InvalidStateError):  # it has been ended, or was done, a moment before
             self.set_result(self.active.result())
 
 
 class CancellableAnswer(PartialAnswer):
-    """An answer that another thread may cancel."""
+    """An answer that another thread may cancel, and whose errors are its request's alone."""
 
     def __init__(self, owner: DriverGroup, number: int):
         super().__init__(owner.request, number)
-        self._owner = owner
+        self.owner = owner
 
     @property
     def open(self) -> bool:
-        return super().open and not self._owner.ended
+        return super().open and not self.owner.ended
 
     def take(self, *drawn: Any) -> None:
-        with self._owner.lock:
-            if not self._owner.ended:
-                super().take(*drawn)
+        try:
+            with self.owner.lock:
+                if not self.owner.ended:
+                    super().take(*drawn)
+        except Exception as error:  # of the tokenizer, which looks for stop strings
+            self.owner.fail(error)
 
 
 class DriverTicket(str):
@@ -88,7 +106,10 @@ class DriverTicket(str):
 
     def add_result(self, samples: list[Any]) -> None:
         if self.group.listen is not None and samples[0].token_ids:
-            self.group.listen(samples[0].token_ids)
+            try:
+                self.group.listen(samples[0].token_ids)
+            except Exception as error:
+                self.group.fail(error)
 
     def close(self) -> None:
         self.group.unclosed -= 1
@@ -124,6 +145,13 @@ def manifest(params: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     return {jax.tree_util.keystr(path): (x.shape, np.dtype(x.dtype)) for path, x in leaves}
 
 
+@jax.jit
+def _finite(params: Any) -> list[jax.Array]:
+    """Whether each leaf is finite."""
+    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return [jnp.isfinite(x).all() if floating(x) else jnp.array(True) for x in jax.tree.leaves(params)]
+
+
 class Results(js.engine_api.ResultTokens):
     """What one call of `generate` has drawn for each slot, on the host already: tokens, and whether that is all."""
 
@@ -154,7 +182,9 @@ class JetStreamEngine(js.engine_api.Engine):
         most, self.mesh = self.config.max_prompt_tokens, self.config.mesh
         expect(most >= 1, "max_prompt_tokens", most, "at least 1")
         self.tickets: list[DriverTicket | None] = [None] * sharding.rows(self.config.slots, self.mesh)  # of the slots
-        self.waiting: deque[PartialAnswer] = deque()  # for a row
+        self.waiting: deque[CancellableAnswer] = deque()  # for a row
+        self.suspects: list[DriverGroup] = []  # one of them has made a call fail
+        self.errors = 0  # calls that have failed since one has not
         self.counts = {
             "prefills": 0,
             "yields": 0,
@@ -164,8 +194,9 @@ class JetStreamEngine(js.engine_api.Engine):
 
     def check(self, request: Request) -> None:
         """Raises ValueError if the request cannot be served."""
-        c = self.config
+        c, most = self.config, max(MAX_GROUP, len(self.tickets))
         check(request, vocab_size=c.model.vocab_size, max_prompt_tokens=c.max_prompt_tokens, max_tokens=c.max_tokens)
+        expect(request.group <= most, "group", request.group, f"at most {most}")
 
     def load_params(self) -> JetStreamEngine:
         """The engine itself: the Driver keeps what it gets, and `swap` replaces the weights."""
@@ -174,8 +205,8 @@ class JetStreamEngine(js.engine_api.Engine):
     def swap(self, leaves: dict[str, np.ndarray], version: int) -> None:
         """Other values for all parameters, by `keystr` of their paths, between two calls of `generate`.
 
-        Returns when they are on the devices. Raises ValueError, and changes nothing, if a leaf is missing, unknown, or
-        of another shape or dtype.
+        Returns when they are on the devices. Raises ValueError, and changes nothing, if a leaf is missing, unknown, of
+        another shape or dtype, or not finite.
         """
         expect(0 <= version < 2**31, "version", version, "a number in [0, 2^31)")
         expected = manifest(self.weights.params)
@@ -186,7 +217,9 @@ class JetStreamEngine(js.engine_api.Engine):
             expect(leaves[name].dtype == dtype, f"{name} dtype", leaves[name].dtype, dtype)
         # A copy, because a CPU device may go on reading the memory that it is given.
         put = lambda path, x: jax.device_put(leaves[jax.tree_util.keystr(path)].copy(), x.sharding)
-        params = jax.block_until_ready(jax.tree_util.tree_map_with_path(put, self.weights.params))
+        params = jax.tree_util.tree_map_with_path(put, self.weights.params)
+        bad = [name for name, finite in zip(expected, jax.device_get(_finite(params)), strict=True) if not finite]
+        expect(not bad, "leaves", f"not finite in {bad[:3]}", "finite numbers")
         self.weights = SamplerWeights(params, version)
 
     def prefill(self, *, padded_tokens: Any, true_length: int, existing_prefix: Any = None, **_: Any) -> DriverTicket:
@@ -212,23 +245,53 @@ class JetStreamEngine(js.engine_api.Engine):
         """Up to `tokens_per_call` tokens for every answer that has not ended."""
         tickets = {i: t for i, t in enumerate(self.tickets) if t is not None and t.answer.open}
         old = {i: len(t.answer.tokens) for i, t in tickets.items()}
-        weights, before = self.weights, decode_state.prefills
         self.waiting = deque(answer for answer in self.waiting if answer.open)
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):  # in whichever thread
             if self.waiting or decode_state.busy:
-                decode_state.fill(weights, self.waiting)
-                decode_state.step(weights)
+                decode_state = self._advance(decode_state)
         drawn = {i: (t.answer.tokens[old[i] :], not t.answer.open) for i, t in tickets.items()}
         self.tickets = [t if t is not None and t.answer.open else None for t in self.tickets]
         self.counts["steps"] += 1
-        self.counts["prefills"] += decode_state.prefills - before
-        self.counts["yields"] += decode_state.yielded
         self.counts["tokens"] += sum(len(tokens) for tokens, _ in drawn.values())
         return decode_state, Results(drawn)
 
+    def _advance(self, slots: Any) -> Any:
+        """Fills rows and decodes. An error fails the request that causes it, alone.
+
+        The device's arrays may be lost then: there are new slots, and every answer goes on with the tokens that it has.
+        Requests that may have caused it have the slots to themselves, one after the other, until they are answered; an
+        error then is the request's own.
+        """
+        weights, before = self.weights, slots.prefills
+        here = {t.answer.owner for t in self.tickets if t is not None and t.answer.open}
+        self.suspects = [group for group in self.suspects if group in here]
+        tried = self.suspects[0] if self.suspects else None
+        queue = deque(answer for answer in self.waiting if tried in (None, answer.owner))
+        later = [answer for answer in self.waiting if tried not in (None, answer.owner)]
+        try:
+            slots.fill(weights, queue)
+            slots.step(weights)
+        except Exception as error:
+            self.errors += 1
+            if self.errors == BROKEN:
+                raise
+            if tried:
+                tried.fail(error)
+            else:
+                begun = {answer.owner for answer in set(self.waiting).difference(queue)}
+                self.suspects = list(begun or here)
+            for group in here:
+                group.active = ActiveGroup(group.request, group.active.answers)
+            self.waiting = deque(t.answer for t in self.tickets if t is not None and t.answer.open)
+            return make_slots(self.config)
+        self.errors, self.waiting = 0, deque([*queue, *later])
+        self.counts["prefills"] += slots.prefills - before
+        self.counts["yields"] += slots.yielded
+        return slots
+
     def init_decode_state(self) -> Slots | PagedSlots:
         """Empty rows."""
-        self.tickets, self.waiting = [None] * len(self.tickets), deque()
+        self.tickets, self.waiting, self.suspects = [None] * len(self.tickets), deque(), []
         return make_slots(self.config)
 
     def get_prefix_destination_sharding(self) -> None:

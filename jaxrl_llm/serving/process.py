@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,12 +14,10 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.models import hf, lora, transformer
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.run import trainer
-from jaxrl_llm.sampler import client
+from jaxrl_llm.sampler import client, wire
 from jaxrl_llm.sampler import weights as sampler_weights
 from jaxrl_llm.serving import http, server, supervisor
 from jaxrl_llm.types import expect
-
-TOKEN = "JAXRL_TOKEN"  # of the environment: a secret on a command line is there for all to see
 
 
 def policy(source: Path, assignments: tuple[str, ...]) -> tuple[Config, Any]:
@@ -35,7 +32,7 @@ def policy(source: Path, assignments: tuple[str, ...]) -> tuple[Config, Any]:
 
 def check(http_port: int | None, weights: Path | None, **listen: Any) -> None:
     """ValueError unless it is safe to listen so, and there is something to listen to."""
-    server.check_listen(token=os.environ.get(TOKEN), http_port=http_port, **listen)
+    server.check_listen(http_port=http_port, **wire.secrets(), **listen)
     usable = weights is None or (http_port is not None and weights.is_dir())
     expect(usable, "weights", weights, "a folder, and http_port")
 
@@ -45,11 +42,12 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
     from jaxrl_llm.serving import backend
 
     check(**listen)  # before anything is loaded
+    listen |= wire.secrets()
     http_port, weights = listen.pop("http_port"), listen.pop("weights")
     config, params = policy(source, assignments)
     r, model, kept = config.rollout, trainer.sampler_model(config), trainer.quantized(config)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    api = http.Api(source.resolve().stem, os.environ.get(TOKEN), os.environ.get("JAXRL_PUSH_TOKEN"), root=weights)
+    api = http.Api(source.resolve().stem, **wire.secrets(), max_waiting=r.max_waiting, root=weights)
 
     def make() -> backend.DriverBackend:
         pushed = sampler_weights.push(model, params, mesh, quantized=kept)
@@ -65,7 +63,7 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
             api.backend.load(client.named(pushed.params), version)
 
     def register(made: backend.DriverBackend, grpc_server: Any) -> None:
-        backend.add_decode_service(made, grpc_server)
+        backend.add_decode_service(made, grpc_server, max_waiting=r.max_waiting)
         api.load, api.backend = load, made
         if bound is not None:
             print(f"http on {listen['host']}:{bound}", flush=True)
@@ -73,7 +71,7 @@ def work(source: Path, assignments: tuple[str, ...], **listen: Any) -> None:
     secure = {name: listen[name] for name in ("cert", "key")}
     where = nullcontext() if http_port is None else http.listening(api, listen["host"], http_port, **secure)
     with jax.set_mesh(mesh), where as bound:
-        server.serve(make, register=register, token=api.token, **listen)
+        server.serve(make, register=register, max_waiting=r.max_waiting, **listen)
 
 
 def watch(source: Path, assignments: tuple[str, ...], **listen: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import hashlib
 import hmac
 import ipaddress
 import math
@@ -29,10 +30,15 @@ from jaxrl_llm.sampler import rollout_pb2 as pb
 from jaxrl_llm.sampler import wire
 from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request
 
-MAX_GROUP = 1024  # answers of one request
-REMEMBERED = 64 * 2**20  # bytes of requests and replies that are kept for attempts that come again
+REMEMBERED = 64 * 2**20  # bytes of replies that are kept for attempts that come again
+ROOM = 4 * 2**30  # bytes of host memory for calls, until their replies have been read: messages and what is drawn
+ANSWER_BYTES, TOKEN_BYTES = 4096, 128  # of an answer under way, and of each token that it may have
+STALLED_S, SLOWEST = 30.0, 2**20  # a push without a chunk for so long, or with fewer bytes a second, is ended
+DETAILS = 1000  # characters of a status
 LISTENING = "listening on"  # a server's line when it is ready
-GRACE_S = 5.0  # what runs at SIGTERM may go on for so long
+GRACE_S = 5.0  # what runs at SIGTERM may go on for so long, less a second for its replies
+MAX_CALLS = 1024  # of all methods and all peers
+MAX_THREADS = 64  # of the process, with one for each connection over HTTP
 Code = grpc.StatusCode
 
 
@@ -41,6 +47,9 @@ class Backend(Protocol):
 
     version: int  # of the weights
     manifest: wire.Manifest
+
+    def check(self, request: Request) -> None:
+        """ValueError if the request cannot be served."""
 
     def submit(self, request: Request) -> concurrent.futures.Future[Group]:
         """Queue a request. ValueError if it cannot be served."""
@@ -66,22 +75,26 @@ class _GroupCall:
 
     future: concurrent.futures.Future[Group]
     group: asyncio.Future[Group]  # the same for the event loop
+    weights: int  # which succession of weights it has begun with
     waiters: int = 0
+    cut: bool = False  # ended by its deadline or because the server stops
 
 
 class Service:
     """The coroutines behind rollout.proto. Status codes: see `sample` and `load_weights`."""
 
-    def __init__(self, backend: Backend, max_waiting: int = 256):
+    def __init__(self, backend: Backend, max_waiting: int = 256, push_token: str | None = None):
         types.expect(max_waiting >= 1, "max_waiting", max_waiting, "at least 1")
         self.backend, self.max_waiting = backend, max_waiting
         self.instance, self.ready = uuid.uuid4().hex, True
         self.run, self.client = "", ""  # whose weights are loaded (see Header)
         self.learner_seen = -math.inf  # when that run's learner was heard of last, by the monotonic clock
-        self.counts: Counter[str] = Counter(answered=0, repeated=0, refused=0, cancelled=0, loaded=0)
-        self._running: dict[bytes, _GroupCall] = {}  # by the request's bytes, its id among them
-        self._answered: OrderedDict[bytes, bytes] = OrderedDict()  # replies to requests, both as they are sent
-        self._remembered = 0
+        self.counts: Counter[str] = Counter(answered=0, repeated=0, refused=0, failed=0, cancelled=0, cut=0, loaded=0)
+        self._push_token = push_token
+        self._running: dict[bytes, _GroupCall] = {}  # by the digest of the request's bytes, its id among them
+        self._answered: OrderedDict[bytes, bytes] = OrderedDict()  # replies, as they are sent, by the same
+        self._remembered, self._held = 0, 0  # bytes
+        self._weights = 0  # counts successions of weights: a new one begins with another run's, or with lower versions
         self._assembling, self._swapping = asyncio.Lock(), threading.Lock()
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -91,97 +104,147 @@ class Service:
         methods["LoadWeights"] = stream(self._answering(self.load_weights))
         return grpc.method_handlers_generic_handler(wire.SERVICE, methods)
 
-    def _answering(self, method: Callable[[Any], Awaitable[Message]]) -> Callable:
+    def _answering(self, method: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Message]]) -> Callable:
         """The method as grpc calls it. ValueError is INVALID_ARGUMENT, a Refusal what it says, the rest UNKNOWN."""
 
         async def answer(asked: Any, context: grpc.aio.ServicerContext) -> bytes:
             try:
-                reply = await method(asked)
+                reply = await method(asked, context)
                 return reply if isinstance(reply, bytes) else reply.SerializeToString()
             except (Refusal, ValueError) as error:
                 self.counts["refused"] += 1
-                status = error.args if isinstance(error, Refusal) else (Code.INVALID_ARGUMENT, str(error))
-            await context.abort(*status)
+                code, details = error.args if isinstance(error, Refusal) else (Code.INVALID_ARGUMENT, str(error))
+            except Exception as error:
+                self.counts["failed"] += 1
+                code, details = Code.UNKNOWN, f"{type(error).__name__}: {error}"
+            await context.abort(code, details_of(details))
 
         return answer
 
-    async def sample(self, data: bytes) -> bytes:
+    def _hold(self, context: grpc.aio.ServicerContext, size: int) -> None:
+        """Counts bytes until the call is over, its reply read. One call alone may be as large as its fields allow."""
+        if self._held and self._held + size > ROOM:
+            raise Refusal(Code.RESOURCE_EXHAUSTED, f"{self._held} bytes are taken: no room for {size} more")
+        self._held += size
+        context.add_done_callback(lambda _: setattr(self, "_held", self._held - size))
+
+    async def sample(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """The whole group. An attempt that comes again joins the one that runs, or gets its answer.
 
-        INVALID_ARGUMENT: cannot be served. FAILED_PRECONDITION: meant for a server that has restarted since, or for one
-        with another run's weights. RESOURCE_EXHAUSTED: `max_waiting` groups are being sampled. UNAVAILABLE: cancelled
-        by the server. UNKNOWN: it failed. A call that ends early, by deadline or cancelled, cancels the group unless
-        another call waits for it.
+        INVALID_ARGUMENT: cannot be served. FAILED_PRECONDITION: meant for a server that has restarted since, for one
+        with another run's weights, or with newer ones. RESOURCE_EXHAUSTED: `max_waiting` groups are being sampled, or
+        as many bytes are taken as there is room for. ABORTED: ended by the server. UNKNOWN: it failed. A call that ends
+        early, by deadline or cancelled, cancels the group unless another call waits for it.
         """
         message = wire.parse(pb.SampleRequest, data)
         request = wire.from_request_message(message)
-        types.expect(request.group <= MAX_GROUP, "group", request.group, f"at most {MAX_GROUP}")
-        if message.instance not in ("", self.instance):
-            raise Refusal(Code.FAILED_PRECONDITION, "the server has restarted since its last Stats")
-        if message.run not in ("", self.run):
-            raise Refusal(Code.FAILED_PRECONDITION, f"run={message.run!r}: the weights are those of run {self.run!r}")
-        self._hear(message.run)
-        self.counts["repeated"] += data in self._answered or data in self._running
-        if data in self._answered:
-            return self._answered[data]
-        if data not in self._running and len(self._running) >= self.max_waiting:
+        types.expect(request.group <= wire.MAX_GROUP, "group", request.group, f"at most {wire.MAX_GROUP}")
+        self.backend.check(request)
+        self._check_weights(message)
+        self._hear(message.run, context)
+        self._hold(context, len(data) + request.group * (ANSWER_BYTES + TOKEN_BYTES * request.max_tokens))
+        key = hashlib.blake2b(data, digest_size=32).digest()
+        self.counts["repeated"] += key in self._answered or key in self._running
+        if key in self._answered:
+            return self._answered[key]
+        if key not in self._running and len(self._running) >= self.max_waiting:
             raise Refusal(Code.RESOURCE_EXHAUSTED, f"{len(self._running)} groups are being sampled")
-        group = await self._sampled(data, request)
-        limits = [PartialAnswer(request, g).limit for g in range(request.group)]
-        if any(a.finish == types.CANCELLED and len(a.tokens) < n for a, n in zip(group, limits, strict=True)):
-            raise Refusal(Code.UNAVAILABLE, "the server has cancelled the group")
+        group = await self._sampled(key, request, message)
         reply = wire.to_reply(group).SerializeToString()
-        if data not in self._answered:
+        if key not in self._answered:
             self.counts["answered"] += 1
-            self._answered[data] = reply
-            self._remembered += len(data) + len(reply)
+            self._answered[key] = reply
+            self._remembered += len(key) + len(reply)
         while self._remembered > REMEMBERED:
             self._remembered -= sum(map(len, self._answered.popitem(last=False)))
         return reply
 
-    async def _sampled(self, data: bytes, request: Request) -> Group:
-        """The group, which the backend samples once for all calls with these data, until no call waits for it."""
-        if data not in self._running:
-            future = self.backend.submit(request)
-            self._running[data] = _GroupCall(future, asyncio.wrap_future(future))
-        work = self._running[data]
+    def _check_weights(self, message: pb.SampleRequest) -> None:
+        """Refuses a request for weights that are not here."""
+        if message.instance not in ("", self.instance):
+            raise Refusal(Code.FAILED_PRECONDITION, "the server has restarted since its last Stats")
+        if message.run not in ("", self.run):
+            raise Refusal(Code.FAILED_PRECONDITION, f"run={message.run!r}: the weights are those of run {self.run!r}")
+        if message.version > (version := self.backend.version):
+            raise Refusal(Code.FAILED_PRECONDITION, f"version={message.version}: the weights are version {version}")
+
+    async def _sampled(self, key: bytes, request: Request, message: pb.SampleRequest) -> Group:
+        """The group, which the backend samples once for all calls with this key, until no call waits for it."""
+        if key not in self._running:
+            future, seconds = self.backend.submit(request), message.deadline_s
+            self._running[key] = work = _GroupCall(future, asyncio.wrap_future(future), self._weights)
+            if seconds:
+                timer = asyncio.get_running_loop().call_later(seconds, self._cut, work)
+                work.group.add_done_callback(lambda _: timer.cancel())
+        work = self._running[key]
         work.waiters += 1
         try:
-            return await asyncio.shield(work.group)  # shielded: the future is the backend's, it alone resolves it
+            group = await asyncio.shield(work.group)  # shielded: the future is the backend's, it alone resolves it
         finally:
             work.waiters -= 1
             if not work.waiters:
-                del self._running[data]
+                del self._running[key]
                 if not work.group.done():
                     self.counts["cancelled"] += 1
                     self.backend.cancel(work.future)
+        self._check_weights(message)
+        if message.run and work.weights != self._weights:
+            raise Refusal(Code.FAILED_PRECONDITION, f"run={message.run!r}: other weights were loaded meanwhile")
+        limits = [PartialAnswer(request, g).limit for g in range(request.group)]
+        ended = any(a.finish == types.CANCELLED and len(a.tokens) < n for a, n in zip(group, limits, strict=True))
+        if ended and not (work.cut and message.deadline_s):
+            raise Refusal(Code.ABORTED, "the server has cancelled the group")
+        return group
 
-    async def load_weights(self, chunks: AsyncIterator[bytes]) -> pb.LoadReply:
+    def _cut(self, work: _GroupCall) -> None:
+        if not work.future.done():
+            work.cut = True
+            self.counts["cut"] += 1
+            self.backend.cancel(work.future)
+
+    def stop(self) -> None:
+        """Ends all groups: parts for those that take them, ABORTED for the others."""
+        for work in self._running.values():
+            self._cut(work)
+
+    async def load_weights(self, chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.LoadReply:
         """All weights, swapped when the last byte is verified; after any error the old ones stay.
 
         INVALID_ARGUMENT: not this model's leaves, or no message. FAILED_PRECONDITION: a lower version than the one of
         the same client that is loaded, or the learner of another run is there. DATA_LOSS: damaged, out of order or
-        incomplete.
+        incomplete. DEADLINE_EXCEEDED: stalled.
         """
         try:
             async with self._assembling:  # host memory for one copy, whoever pushes
-                first = wire.parse(pb.Chunk, await anext(chunks, b""))
-                if (part := first.WhichOneof("part")) != "header":
-                    raise OSError(f"a {part} before the header" if part else "no header")
-                self._check_header(header := first.header)
-                assembly = wire.Assembly(header, self.backend.manifest)
-                async for data in chunks:
-                    assembly.add(wire.parse(pb.Chunk, data))
-                leaves = assembly.finish()
+                leaves, header = await self._assembled(chunks)
+        except TimeoutError:
+            raise Refusal(Code.DEADLINE_EXCEEDED, f"no chunk for {STALLED_S:g} s, or less than 1 MiB/s") from None
         except OSError as error:
             raise Refusal(Code.DATA_LOSS, str(error)) from None
         seconds = await asyncio.to_thread(self._swap, leaves, header)
         self.counts["loaded"] += 1
         return pb.LoadReply(version=header.version, seconds=seconds)
 
-    def _hear(self, run: str) -> None:
-        if run and run == self.run:
-            self.learner_seen = time.monotonic()
+    async def _assembled(self, chunks: AsyncIterator[bytes]) -> tuple[dict[str, np.ndarray], pb.Header]:
+        """What is pushed, verified. TimeoutError if it stalls."""
+        clock = asyncio.get_running_loop().time
+        async with asyncio.timeout(STALLED_S) as limit:
+            first = wire.parse(pb.Chunk, await anext(chunks, b""))
+            if (part := first.WhichOneof("part")) != "header":
+                raise OSError(f"a {part} before the header" if part else "no header")
+            self._check_header(header := first.header)
+            assembly = wire.Assembly(header, self.backend.manifest)
+            end = clock() + STALLED_S + header.bytes / SLOWEST
+            async for data in chunks:
+                limit.reschedule(min(clock() + STALLED_S, end))
+                assembly.add(wire.parse(pb.Chunk, data))
+            return assembly.finish(), header
+
+    def _hear(self, run: str, context: grpc.aio.ServicerContext, leaves: bool = False) -> None:
+        """Only who may push is a learner."""
+        may_push = self._push_token is None or knows(self._push_token, context.invocation_metadata())
+        if run and run == self.run and may_push:
+            self.learner_seen = -math.inf if leaves else time.monotonic()
 
     def _check_header(self, header: pb.Header) -> None:
         """Refuses weights that may not be loaded now."""
@@ -196,65 +259,85 @@ class Service:
     def _swap(self, leaves: dict[str, np.ndarray], header: pb.Header) -> float:
         with self._swapping:  # a thread's lock: a call that is cancelled leaves its thread at work
             self._check_header(header)  # again: another push may have been faster
+            self._weights += header.run != self.run or header.version < self.backend.version
             seconds = self.backend.load(leaves, header.version)
             self.run, self.client = header.run, header.client
-            self._hear(header.run)
+            self.learner_seen = time.monotonic() if header.run else -math.inf
             return seconds
 
-    async def stats(self, data: bytes) -> pb.StatsReply:
+    async def stats(self, data: bytes, context: grpc.aio.ServicerContext) -> pb.StatsReply:
         request = wire.parse(pb.StatsRequest, data)
-        self._hear(request.run)
-        if request.leaves and request.run == self.run:
-            self.learner_seen = -math.inf
+        wire.check_names(request, "run")
+        self._hear(request.run, context, request.leaves)
         weights = {"version": self.backend.version, "run": self.run}
         return pb.StatsReply(ready=self.ready, instance=self.instance, **weights, values=self.values())
 
     def values(self) -> dict[str, float]:
         """The backend's statistics and the service's counts, as plain numbers."""
-        values = {**self.backend.stats(), **self.counts, "running": len(self._running)}
+        values = {**self.backend.stats(), **self.counts, "running": len(self._running), "held_bytes": self._held}
         return {name: float(value) for name, value in values.items()}
 
 
-def _knows(token: str, authorization: str | None) -> bool:
-    return hmac.compare_digest((authorization or "").encode(), f"Bearer {token}".encode())
+def details_of(text: str) -> str:
+    """The text as a status may have it, which travels in a header of 8 KiB."""
+    return text.encode("ascii", "backslashreplace").decode()[:DETAILS]
+
+
+def knows(token: str, metadata: Any) -> bool:
+    """Whether a call's metadata, or headers by their names in lower case, bring the token."""
+    return hmac.compare_digest((dict(metadata or ()).get("authorization") or "").encode(), f"Bearer {token}".encode())
 
 
 class _Auth(grpc.aio.ServerInterceptor):
-    """UNAUTHENTICATED for every method of the port, known or not, unless the call brings the token."""
+    """UNAUTHENTICATED for every method of the port, known or not, without a token; PERMISSION_DENIED for a push without
+    its own."""
 
-    def __init__(self, token: str):
-        self._token = token
+    def __init__(self, token: str | None, push_token: str | None):
+        self._token, self._push_token = token, push_token
 
     async def intercept_service(self, continuation: Callable, details: grpc.HandlerCallDetails) -> Any:
-        if _knows(self._token, dict(details.invocation_metadata or ()).get("authorization")):
+        trusted = self._push_token is not None and knows(self._push_token, details.invocation_metadata)
+        known = trusted or self._token is None or knows(self._token, details.invocation_metadata)
+        pushes = self._push_token is not None and details.method == f"/{wire.SERVICE}/LoadWeights"
+        if known and (trusted or not pushes):
             return await continuation(details)
 
         async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            if known:
+                await context.abort(Code.PERMISSION_DENIED, "authorization: expected Bearer and the token for pushes")
             await context.abort(Code.UNAUTHENTICATED, "authorization: expected Bearer and the token")
 
         return grpc.stream_stream_rpc_method_handler(refuse)  # reads nothing, whatever the method's kind
 
 
-def check_listen(host: str, token: str | None, cert: str | None, key: str | None, **ports: int | None) -> None:
+def check_listen(
+    host: str, token: str | None, cert: str | None, key: str | None, push_token: str | None = None, **ports: int | None
+) -> None:
     """ValueError unless these are ports and it is safe to listen there."""
     for name, port in ports.items():
         types.expect(port is None or 0 <= port < 2**16, name, port, "a port, 0 (any that is free) to 65535")
     types.expect((cert is None) == (key is None), "cert, key", (cert, key), "both or none")
     for name, path in (("cert", cert), ("key", key)):
         types.expect(path is None or Path(path).is_file(), name, path, "a file")
-    types.expect(token is None or (token.isascii() and token.strip()), "token", "(not shown)", "ASCII, not blank")
+    for name, secret in (("token", token), ("push_token", push_token)):
+        types.expect(secret is None or (secret.isascii() and secret.strip()), name, "(not shown)", "ASCII, not blank")
+    types.expect(push_token is None or push_token != token, "push_token", "the token", "one of its own")
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = False
     types.expect(loopback or token is not None, "host", host, "127.0.0.1 or another loopback address without a token")
+    expected = "127.0.0.1 or another loopback address without a token for pushes"
+    types.expect(loopback or push_token is not None, "host", host, expected)
 
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def bind(host: str, port: int, token: str | None, cert: str | None, key: str | None) -> tuple[grpc.aio.Server, int]:
+def bind(
+    host: str, port: int, token: str | None, cert: str | None, key: str | None, push_token: str | None = None
+) -> tuple[grpc.aio.Server, int]:
     """A server that has its port (0: any that is free) but does not answer yet. OSError if the port is taken."""
     options = [
         ("grpc.max_receive_message_length", wire.MAX_MESSAGE),
@@ -263,7 +346,8 @@ def bind(host: str, port: int, token: str | None, cert: str | None, key: str | N
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # or clients that look for dead peers are cut off
         *wire.KEEPALIVE,
     ]
-    server = grpc.aio.server(interceptors=[_Auth(token)] if token else [], options=options)
+    interceptors = [_Auth(token, push_token)] if token or push_token else []
+    server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_CALLS)
     address = _address(host, port)
     secure = cert and key and grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(cert).read_bytes())])
     try:
@@ -294,7 +378,9 @@ def http(host: str, port: int, token: str | None, service: Callable[[], Service 
         timeout = 10.0  # seconds that a silent connection may keep its thread
 
         def do_GET(self) -> None:
-            refused = token and self.path == "/metrics" and not _knows(token, self.headers["authorization"])
+            refused = (
+                token and self.path == "/metrics" and not knows(token, {"authorization": self.headers["authorization"]})
+            )
             status, body = (401, b"expected the token\n") if refused else _page(self.path, service())
             self.send_response(status)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
@@ -305,6 +391,7 @@ def http(host: str, port: int, token: str | None, service: Callable[[], Service 
         def log_message(self, *_: Any) -> None: ...
 
     with ThreadingHTTPServer((host, port), Handler) as server:
+        server.verify_request = lambda *_: threading.active_count() < MAX_THREADS
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield server.server_address[1]
@@ -314,35 +401,38 @@ def http(host: str, port: int, token: str | None, service: Callable[[], Service 
 
 def serve(
     make_backend: Callable[[], Backend], *, host: str = "127.0.0.1", port: int = 0, token: str | None = None,
-    cert: str | None = None, key: str | None = None, metrics_port: int | None = None,
-    register: Callable[[Any, grpc.aio.Server], None] | None = None,
+    push_token: str | None = None, cert: str | None = None, key: str | None = None, metrics_port: int | None = None,
+    max_waiting: int = 256, register: Callable[[Any, grpc.aio.Server], None] | None = None,
 ) -> None:  # fmt: skip
     """Samples for whoever asks, until SIGTERM or SIGINT; to be called in the main thread.
 
     Takes its ports first (0: any that is free), then makes the backend, prints `listening on host:port` and answers.
-    token: what every call must bring; a host beyond loopback wants one. cert, key: PEM files, for TLS. metrics_port:
-    of /healthz, /readyz and /metrics on the same host. register: adds further services of the backend to the server.
+    token: what every call must bring; push_token: what one that pushes weights must bring in its place, and others may;
+    without it the token does for both. A host beyond loopback wants two. cert, key: PEM files, for TLS. metrics_port:
+    of /healthz, /readyz and /metrics on the same host. max_waiting: groups that are sampled or wait at once. register:
+    adds further services of the backend to the server.
     """
-    check_listen(host, token, cert, key, port=port, metrics_port=metrics_port)
+    check_listen(host, token, cert, key, push_token, port=port, metrics_port=metrics_port)
 
     async def run() -> None:
-        server, bound = bind(host, port, token, cert, key)
-        service, stop = None, asyncio.Event()
+        server, bound = bind(host, port, token, cert, key, push_token)
+        service, stop, loop = None, asyncio.Event(), asyncio.get_running_loop()
         with nullcontext() if metrics_port is None else http(host, metrics_port, token, lambda: service) as metrics:
             backend = make_backend()
             try:
-                service = Service(backend)
+                service = Service(backend, max_waiting, push_token)
                 server.add_generic_rpc_handlers((service.handlers(),))
                 if register is not None:
                     register(backend, server)
                 for number in (signal.SIGTERM, signal.SIGINT):
-                    asyncio.get_running_loop().add_signal_handler(number, stop.set)
+                    loop.add_signal_handler(number, stop.set)
                 await server.start()
                 if metrics is not None:
                     print(f"metrics on {_address(host, metrics)}", flush=True)
                 print(f"{LISTENING} {_address(host, bound)}", flush=True)
                 await stop.wait()
                 service.ready = False
+                loop.call_later(GRACE_S - 1, service.stop)
                 await server.stop(GRACE_S)
             finally:
                 backend.close()

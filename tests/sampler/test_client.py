@@ -1,5 +1,6 @@
 """The client: every sample exactly once and in order, whatever the servers do, and what it says when it cannot."""
 
+import dataclasses
 import itertools
 import os
 import re
@@ -17,9 +18,12 @@ from cases import free_port
 from fake_backend import FAKE, FakeBackend, assert_same, child_of, listening, process, running, until
 
 from jaxrl_llm.sampler import client as clients
-from jaxrl_llm.sampler import wire
-from jaxrl_llm.sampler.client import Client, address
+from jaxrl_llm.sampler import peers, wire
+from jaxrl_llm.sampler import rollout_pb2 as pb
+from jaxrl_llm.sampler.client import Client
+from jaxrl_llm.sampler.peers import address
 from jaxrl_llm.sampler.requests import Request
+from jaxrl_llm.serving import server as servers
 
 
 @contextmanager
@@ -212,6 +216,103 @@ def test_closing_ends_a_call_in_another_thread():
         until(lambda: len(a.backend.cancelled) == 3)
 
 
+# --- answers that cannot be ---------------------------------------------------------------------------------------
+
+
+def changed(group, **columns):
+    return (dataclasses.replace(group[0], **{n: f(getattr(group[0], n)) for n, f in columns.items()}), *group[1:])
+
+
+LIES = {
+    "token ids in": lambda group: changed(group, tokens=lambda x: x + 50),
+    "finite log-probs": lambda group: changed(group, logp=lambda x: x * np.nan),
+    "none above 0": lambda group: changed(group, logp=lambda x: -x),
+    "as many log-probs": lambda group: changed(group, logp=lambda x: x[1:]),
+    "the versions pushed": lambda group: changed(group, versions=lambda x: x + 1),
+    "finish is 'done'": lambda group: changed(group, finish=lambda x: "done"),
+    "at most 8": lambda group: changed(group, **{n: lambda x: np.resize(x, 9) for n in ("tokens", "logp", "versions")}),
+}
+
+
+@pytest.mark.parametrize("message", LIES)
+def test_a_server_that_lies_is_set_aside_and_the_others_go_on(message):
+    requests, liar = requests_(12), FakeBackend()
+    liar.lie = LIES[message]
+    with (
+        running(liar) as bad,
+        running(FakeBackend()) as good,
+        client_of(bad.address, good.address, vocab_size=50) as client,
+    ):
+        client.push(fake_backend.leaves(), 5)
+        until(lambda: len(client._able()) == 2)
+        with pytest.warns(UserWarning, match=f"server {bad.address} is set aside: its reply cannot be: .*{message}"):
+            assert_answered(client.ordered(requests), requests, version=5)
+        assert len(liar.submitted) >= 1
+        asked = len(liar.submitted)
+        client.push(fake_backend.leaves(), 6)  # which does not wait for it
+        assert liar.version == 5
+        assert_answered(client.ordered(requests), requests, version=6)
+        assert len(liar.submitted) == asked
+        assert message in client.stats()[0]["aside"]
+
+
+def test_garbage_is_a_lie_and_with_no_server_left_that_is_said(monkeypatch):
+    monkeypatch.setattr(wire, "to_reply", lambda _: pb.StatsReply(instance="\x7f" * 9))
+    with (
+        running(FakeBackend()) as a,
+        client_of(a.address) as client,
+        pytest.warns(UserWarning, match="set aside"),
+        pytest.raises(ConnectionError, match=f"every server is set aside: {a.address}: its reply cannot be"),
+    ):
+        client.ordered(requests_(2))
+
+
+def test_a_server_that_says_it_has_loaded_other_weights_is_set_aside(monkeypatch):
+    liar, real = FakeBackend(), servers.Service.load_weights
+
+    async def load_weights(service, chunks, context):
+        reply = await real(service, chunks, context)
+        reply.version += service.backend is liar
+        return reply
+
+    monkeypatch.setattr(servers.Service, "load_weights", load_weights)
+    with running(liar) as a, running(FakeBackend()) as b, client_of(a.address, b.address) as client:
+        with pytest.warns(UserWarning, match=f"{a.address} is set aside: it has loaded version 6 in place of 5"):
+            client.push(fake_backend.leaves(), 5)
+        assert_answered(client.ordered(requests_(4)), requests_(4), version=5)
+        assert not liar.submitted
+
+
+# --- deadlines ----------------------------------------------------------------------------------------------------
+
+
+def test_parts_that_come_back_at_a_deadline_go_on():
+    requests = [Request((1 + i,), group=3, max_tokens=20, draw=i) for i in range(4)]
+    assert max(len(a.tokens) for r in requests for a in fake_backend.answers(r, 0)) > 12
+    slow = FakeBackend(60)
+    slow.drawn = 4
+    with running(slow) as a, client_of(a.address, deadline_s=0.25, retries=0) as client:
+        assert_answered(client.ordered(requests), requests)
+        assert len(slow.submitted) > 8
+        assert all(r.begun for r in slow.submitted[4:])
+        assert a.service.counts["cut"] == len(slow.submitted)
+
+
+def test_parts_of_a_request_with_a_budget_are_given_to_who_asked():
+    slow, request = FakeBackend(60), Request((1,), group=3, max_tokens=20, budget=10)
+    slow.drawn = 4
+    with running(slow) as a, client_of(a.address, deadline_s=0.25, retries=0) as client:
+        [group] = client.ordered([request])
+    assert max(len(a.tokens) for a in group) == 4
+    assert "cancelled" in {a.finish for a in group}
+
+
+def test_what_would_be_too_much_to_be_sent_again_does_not_come_back_in_parts():
+    small, large = (Request((1,), group=g, max_tokens=8192) for g in (16, 64))
+    deadlines = [peers.Outgoing(r, 480.0).message.deadline_s for r in (small, large)]
+    assert deadlines == [384.0, 0.0]
+
+
 # --- weights ----------------------------------------------------------------------------------------------------
 
 
@@ -399,22 +500,60 @@ def test_servers_killed_under_load_lose_nothing():
 
 
 def test_ordered_survives_two_kills_of_the_only_server():
-    port, requests = free_port(), requests_(200)
-    with process(FAKE, "--port", port, "--delay-s", 0.05, "--supervised") as worker:
-        name = listening(worker)
+    port, requests, answered = free_port(), requests_(200), []
+    with (
+        process(FAKE, "--port", port, "--delay-s", 0.05, "--supervised") as worker,
+        client_of(listening(worker), in_flight=4) as client,
+    ):
 
         def kill_twice():
             for _ in range(2):
-                time.sleep(0.5)
+                before = len(answered)
+                until(lambda before=before: len(answered) > before + 20)  # those that the first has cut among them
                 os.kill(child_of(worker.pid), signal.SIGKILL)
                 listening(worker)
 
-        with client_of(name, in_flight=4) as client:
-            client.push(fake_backend.leaves(), 1)
-            killer = threading.Thread(target=kill_twice)
-            killer.start()
-            assert_answered(client.ordered(requests), requests, version=1)
-            killer.join()
+        client.push(fake_backend.leaves(), 1)
+        killer, left = threading.Thread(target=kill_twice), iter(requests)
+        killer.start()
+        for request, group in client.sample(lambda: next(left, None)):
+            answered.append(request.draw)
+            assert_same(group, fake_backend.answers(request, 1))
+        killer.join()
+        assert sorted(answered) == list(range(200))
+
+
+def test_a_request_that_kills_two_servers_is_not_sent_to_a_third():
+    """The others that were in flight with it are answered, one at a time where it has been."""
+    requests, answered = requests_(40), []
+    deadly = Request((7, 7, 7), group=2, max_tokens=8, stop=("die",), draw=40)
+    with ExitStack() as stack:
+        ports = [free_port() for _ in range(3)]
+        workers = [stack.enter_context(process(FAKE, "--port", p, "--supervised", "--delay-s", 0.1)) for p in ports]
+        names = [listening(worker) for worker in workers]
+        client = stack.enter_context(client_of(*names, in_flight=3, patience_s=60))
+        until(lambda: len(client._able()) == 3)
+        left = iter([*requests[:10], deadly, *requests[10:]])
+        drawn = (
+            (r.draw, assert_same(g, fake_backend.answers(r, 0))) for r, g in client.sample(lambda: next(left, None))
+        )
+        with pytest.raises(
+            ConnectionError, match="prompt of 3 tokens, group of 2, seed 0, draw 40.: 127.0.0.1.*, 127.0.0.1"
+        ):
+            answered.extend(drawn)
+        answered = [draw for draw, _ in answered]
+        assert sum(map(deaths, workers)) == 2
+        rest = [r for r in requests if r.draw not in answered]
+        assert_answered(client.ordered(rest), rest)
+
+
+def deaths(worker) -> int:
+    """How often a supervisor has started its server again."""
+    os.set_blocking(worker.stderr.fileno(), False)
+    try:
+        return os.read(worker.stderr.fileno(), 2**16).count(b"starting it again")
+    except BlockingIOError:
+        return 0
 
 
 def test_a_server_that_hangs_is_passed_over_and_comes_back():

@@ -1,4 +1,4 @@
-"""Stop strings are found where a search of the whole answer finds them, for little work."""
+"""Stop strings are found where a search of the whole answer finds them, for little work; what may be asked and said."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.data import tokenizers
 from jaxrl_llm.sampler import turns
-from jaxrl_llm.sampler.requests import Answer, PartialAnswer, Request
+from jaxrl_llm.sampler.requests import NOTHING, Answer, PartialAnswer, Request, check, check_group
+from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP
 
 
@@ -136,3 +137,123 @@ def test_stop_strings_end_the_turn_that_completes_them(text, drawn, finish, whol
         answer.take(new[:at_once], [-1.0] * len(new[:at_once]), 0, LETTERS)
         new = new[at_once:]
     assert (answer.finish, turns.text_of(LETTERS, answer.answer())) == (finish, whole)
+
+
+# --- what may be asked and answered -------------------------------------------------------------------------------
+
+
+def answer(tokens=(4, 5), logp=(-0.5, 0.0), versions=(3, 4), finish=CANCELLED):
+    return Answer(np.array(tokens), np.array(logp, np.float32), np.array(versions), finish)
+
+
+def asked(**fields):
+    sampling = {k: fields.pop(k) for k in ("temperature", "top_k", "top_p") if k in fields}
+    fields = {"prompt": (1, 2), "group": 1, "max_tokens": 4, **fields}
+    return Request(sampling=Sampling(**sampling), **fields)
+
+
+def allowed(request):
+    check(request, vocab_size=10, max_prompt_tokens=3, max_tokens=8)
+
+
+NAN, INF = float("nan"), float("inf")
+BAD = {
+    "prompt": [(), (1,) * 4, (-1,), (10,), (1.5,), (True,), ("1",), ((1,), (2,)), (2**70,), (2**31,)],
+    "group": [0, -1, 2**31, 1.0, True, "1", None, 2**63],
+    "max_tokens": [0, 9, -(2**63), 2.0, False, NAN],
+    "temperature": [-1.0, NAN, INF, -INF, 1e-39, 5e-324, 1e-7, 1e7, 1e39, "1", None, True, -1e-9],
+    "top_k": [-1, 2**31, 2**63, 1.0, True],
+    "top_p": [0.0, -0.5, NAN, INF, 1.0001, 1e-39, 5e-324, "1", True],
+    "seed": [-1, 2**32, 0.5, True],
+    "draw": [-1, 2**32, 0.5, None],
+    "budget": [-1, 2**31, 1.0],
+    "stop": [("",), ("x" * 1025,), ("x",) * 65, (1,), (b"x",)],
+    "begun": [
+        (answer(),) * 2,
+        (answer((4,)),),
+        (answer(logp=(-0.5,)),),
+        (answer(versions=(3,)),),
+        (answer((4, -1)),),
+        (answer((4, 10)),),
+        (answer((4, 2**31)),),
+        (answer((4.0, 5.0)),),
+        (answer(logp=(-0.5, 0.1)),),
+        (answer(logp=(-0.5, NAN)),),
+        (answer(logp=(-INF, 0.0)),),
+        (answer(logp=(INF, 0.0)),),
+        (answer(versions=(3, -1)),),
+        (answer(finish="done"),),
+        (answer(finish=""),),
+        (answer((4,) * 4, (0.0,) * 4, (0,) * 4),),
+        (answer((4,) * 5, (0.0,) * 5, (0,) * 5, LENGTH),),
+        (answer((), (), (), EOS),),
+    ],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in BAD.items() for v in values], ids=repr)
+def test_a_field_of_the_wrong_type_or_range_is_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=rf"^{field}.* is .*; expected "):
+        allowed(asked(**{field: value}))
+
+
+GOOD = {
+    "prompt": [(0, 9), (np.int64(3),), [1, 2, 3]],
+    "group": [1, np.int32(7), 2**31 - 1],
+    "temperature": [0, 0.0, 1e-6, 1e6, np.float32(0.7)],
+    "top_k": [0, 2**31 - 1],
+    "top_p": [1, 1.0, 1e-6, 0.5],
+    "seed": [0, 2**32 - 1],
+    "draw": [np.int64(2**32 - 1)],
+    "budget": [0, 2**31 - 1],
+    "stop": [(), ("x" * 1024,) * 64],
+    "begun": [(), (answer(),), (answer(finish=EOS),), (answer((4,) * 4, (0.0,) * 4, (0,) * 4, LENGTH),), (NOTHING,)],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in GOOD.items() for v in values], ids=repr)
+def test_the_edges_of_what_is_allowed(field, value):
+    allowed(asked(**{field: value}))
+
+
+def judged(group, versions=(3, 4), cut=False, **fields):
+    check_group(asked(**fields), group, vocab_size=10, versions=versions, cut=cut)
+
+
+FOUR = answer((4, 5, 6, 7), (-0.5,) * 4, (3, 3, 4, 4), LENGTH)
+LIES = {
+    "group is '2 answers'; expected group = 1": ((answer(finish=EOS),) * 2, {}),
+    "answer 0 tokens": ((answer((4, 10), finish=EOS),), {}),
+    "answer 0 logp is .*nan": ((answer(logp=(-0.5, NAN), finish=EOS),), {}),
+    "answer 0 logp": ((answer(logp=(-0.5, 0.01), finish=EOS),), {}),
+    r"answer 0 versions is \[2, 4\]; expected 3 to 4": ((answer(versions=(2, 4), finish=EOS),), {}),
+    r"answer 0 versions is \[3, 5\]": ((answer(versions=(3, 5), finish=EOS),), {}),
+    "answer 0 finish is 'done'": ((answer(finish="done"),), {}),
+    "answer 0 is 'length after 2 tokens'": ((answer(finish=LENGTH),), {}),
+    "answer 0 is 'stop after 2 tokens'": ((answer(finish=STOP),), {}),
+    "answer 0 is 'cancelled after 2 tokens'": ((answer(),), {}),
+    "answer 0 is 'cancelled after 4 tokens'": ((answer((4,) * 4, (0.0,) * 4, (3,) * 4),), {"cut": True}),
+    "answer 0 is '4 tokens'; expected .* at most 3": ((FOUR,), {"budget": 3}),
+    "answer 0 is 'no token'": ((answer((), (), (), EOS),), {}),
+    "answer 0 is '4 tokens'; expected those 2 that were begun": ((FOUR,), {"begun": (answer(logp=(-0.25, 0.0)),)}),
+    "answer 0 is 'eos after 2 tokens'": ((answer(finish=EOS),), {"begun": (answer(),)}),
+    "answer 0 is 'eos after 2 tokens'; .* limit 4": ((answer(finish=EOS),), {"begun": (answer(finish=LENGTH),)}),
+}
+
+
+@pytest.mark.parametrize("message", LIES)
+def test_an_answer_that_cannot_be_is_noticed(message):
+    group, options = LIES[message]
+    with pytest.raises(ValueError, match=message):
+        judged(group, **options)
+
+
+def test_answers_that_may_be():
+    judged((FOUR,))
+    judged((answer(finish=STOP),), stop=("x",))
+    judged((answer(),), cut=True)
+    judged((NOTHING,), cut=True)
+    judged((answer(),), budget=2)
+    begun = (answer((4, 5), (-0.5, -0.5), (1, 1)),)
+    judged((answer((4, 5, 6), (-0.5,) * 3, (1, 1, 4), EOS),), begun=begun)  # what was begun may be older
+    judged((answer(versions=(1, 1), finish=EOS),), begun=(answer(versions=(1, 1), finish=EOS),))

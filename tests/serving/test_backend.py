@@ -11,7 +11,7 @@ from test_engine import FOREVER, SIZES, TIMEOUT_S, WEIGHTS, A, closing, greedy
 
 from jaxrl_llm.sampler.requests import Request
 from jaxrl_llm.serving.backend import DriverBackend, add_decode_service
-from jaxrl_llm.serving.engine import js
+from jaxrl_llm.serving.engine import DriverTicket, js
 from jaxrl_llm.types import EOS
 
 pb = js.jetstream_pb2
@@ -29,12 +29,12 @@ def expected_ids():
     return greedy(PROMPTS[0], PROMPTS[2], A)
 
 
-def serving(made, talk):
+def serving(made, talk, **options):
     """The result of talk(stub), with a server of JetStream's service."""
 
     async def run():
         server = grpc.aio.server()
-        add_decode_service(made, server)
+        add_decode_service(made, server, **options)
         port = server.add_insecure_port("localhost:0")
         await server.start()
         try:
@@ -129,6 +129,9 @@ def test_characters_are_sent_whole():
         (decode_request(ids=[2] * 20), "prompt"),
         (decode_request(text="a", max_tokens=0), "max_tokens"),
         (decode_request(text="a", max_tokens=41), "max_tokens"),
+        (decode_request(text="a" * 5000), "text is '5000 characters'; expected at most 4864"),
+        (decode_request(text="a", session_cache="x" * 3_000_000), "session_cache"),
+        (decode_request(ids=[2] * 900_000), "prompt is '900000 tokens'"),
     ],
 )
 def test_what_cannot_be_served_is_refused(backend, expected_ids, request_, message):
@@ -154,3 +157,44 @@ def test_a_client_that_goes_frees_its_slot():
         serving(endless, talk)
         until(lambda: endless.stats()["slots_free"] == 4)
         assert 0 < endless.stats()["tokens"] < 8000
+
+
+def test_few_calls_are_answered_at_once():
+    async def talk(stub):
+        calls = [stub.Decode(decode_request(text="a", max_tokens=8000)) for _ in range(2)]
+        for call in calls:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await decoded(stub, decode_request(text="a", max_tokens=4))
+        for call in calls:
+            call.cancel()
+        for _ in range(500):  # until their places are free
+            try:
+                return error.value, await decoded(stub, decode_request(text="a", max_tokens=4))
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.01)
+
+    held = chain(FOREVER)[0].weights
+    with closing(DriverBackend(CHAIN, TOKENIZER, held, slots=4, **SIZES | {"max_tokens": 8000})) as endless:
+        error, (text, *_) = serving(endless, talk, max_waiting=2)
+    assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "2 calls are being answered")
+    assert text == "baba"
+
+
+def test_an_error_inside_a_call_is_its_own(backend, monkeypatch):
+    async def talk(stub):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await decoded(stub, decode_request(text="abc", max_tokens=12))
+        return error.value, await decoded(stub, decode_request(text="abc", max_tokens=4))
+
+    real = DriverTicket.add_result
+
+    def add_result(ticket, samples):
+        real(ticket, samples)
+        if ticket.group.request.max_tokens == 12:
+            ticket.group.fail(OSError("broken"))
+
+    monkeypatch.setattr(DriverTicket, "add_result", add_result)
+    error, (_, ids, _) = serving(backend, talk)
+    assert (error.code(), error.details()) == (grpc.StatusCode.UNKNOWN, "OSError: broken")
+    assert len(ids) == 4

@@ -25,6 +25,7 @@ from jaxrl_llm.types import CANCELLED, EOS, LENGTH, STOP
 pytest.importorskip("jetstream", reason="google-jetstream is not installed (extra `serve`)")
 from jaxrl_llm.sampler import slots as slots_module
 from jaxrl_llm.serving import backend as backend_module
+from jaxrl_llm.serving import engine as engine_module
 from jaxrl_llm.serving.backend import DriverBackend
 from jaxrl_llm.serving.engine import DriverGroup, JetStreamEngine
 
@@ -305,6 +306,123 @@ def test_the_last_slot_may_be_freed_while_the_driver_looks_for_one(backend):
     assert_same(got, ask(backend, asked))
 
 
+def test_answers_that_deadlines_cut_go_on_to_the_same_end(endless, monkeypatch):
+    real = slots_module.Slots.step
+    monkeypatch.setattr(slots_module.Slots, "step", lambda *args: time.sleep(0.05) or real(*args))
+    with running(endless) as worker, closing(Client([worker.address], deadline_s=0.6, retries=999)) as calls:
+        [group] = calls.ordered([Request(A, 2, 60, WARM)])
+        assert worker.service.counts["cut"] > 1
+    assert [TOKENIZER.decode(a.tokens) for a in group] == ["ba" * 30] * 2
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+
+class Broken:
+    """A tokenizer that raises when it decodes a text with `bad` in it."""
+
+    added_tokens_decoder = {}
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def encode(self, text, **how):
+        return TOKENIZER.hf.encode(text, **how)
+
+    def decode(self, ids, **_):
+        text = TOKENIZER.decode(ids)
+        if self.bad in text:
+            raise RuntimeError(f"{self.bad} cannot be decoded")
+        return text
+
+
+def test_an_error_of_the_tokenizer_fails_its_request_alone(backend):
+    asked = warm(3)
+    expected = ask(backend, asked)
+    bad = TOKENIZER.decode(expected[0][0].tokens[-3:-1])
+    with closing(DriverBackend(MODEL, replace(TOKENIZER, hf=Broken(bad)), WEIGHTS, slots=4, **SIZES)) as made:
+        futures = [made.submit(r) for r in (*asked, replace(asked[0], stop=("never",)))]
+        assert_same([f.result(TIMEOUT_S) for f in futures[:-1]], expected)  # nothing to search for: nothing is decoded
+        with pytest.raises(RuntimeError, match="cannot be decoded"):
+            futures[-1].result(TIMEOUT_S)
+        until(lambda: made.stats()["slots_free"] == 4)
+
+
+def test_an_error_of_who_listens_fails_its_request_alone(backend):
+    def listen(ids):
+        raise KeyError("gone")
+
+    other, deaf = backend.submit(warm(1)[0]), backend.submit(warm(2)[1], listen)
+    with pytest.raises(KeyError, match="gone"):
+        deaf.result(TIMEOUT_S)
+    assert_same([other.result(TIMEOUT_S)], ask(backend, warm(1)))
+
+
+def warm(n):
+    return [Request(PROMPTS[i % 2], 1, 12, WARM, seed=3, draw=i) for i in range(n)]
+
+
+@pytest.mark.parametrize("where", ["fill", "step"])
+def test_an_error_on_the_device_fails_the_request_that_causes_it_alone(where, backend, monkeypatch):
+    """Of several that begin at once, with others under way."""
+    poison, real = replace(warm(1)[0], prompt=(15, 15)), getattr(slots_module.Slots, where)
+
+    def failing(slots, *args):
+        result = real(slots, *args) if where == "fill" else None
+        if any(a.request.prompt == poison.prompt for a in slots.rows if a):
+            raise RuntimeError("out of memory")
+        return result if where == "fill" else real(slots, *args)
+
+    asked = warm(3)
+    expected = ask(backend, asked)
+    monkeypatch.setattr(slots_module.Slots, where, failing)
+    futures = [backend.submit(r) for r in (asked[0], poison, asked[1], poison, asked[2])]
+    for i in (3, 1):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            futures.pop(i).result(TIMEOUT_S)
+    assert_same([f.result(TIMEOUT_S) for f in futures], expected)
+    until(lambda: backend.stats()["slots_free"] == 4)
+
+
+def test_an_error_that_is_no_requests_fault_fails_none(backend, monkeypatch):
+    expected, real, calls = ask(backend, warm(3)), slots_module.Slots.step, []
+
+    def once(slots, *args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("a hiccup")
+        return real(slots, *args)
+
+    monkeypatch.setattr(slots_module.Slots, "step", once)
+    assert_same(ask(backend, warm(3)), expected)
+    assert len(calls) > 3
+
+
+def test_a_device_that_always_fails_is_given_up(engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "BROKEN", 3)
+
+    def fails(*_):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(slots_module.Slots, "step", fails)
+    state = engine.init_decode_state()
+    for slot in range(4):
+        group = DriverGroup(Request(PROMPTS[0], 1, 4, WARM, draw=slot))
+        state = engine.insert(group.tickets[0], state, slot=slot)
+    for _ in range(2):
+        state, _ = engine.generate(engine, state)
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.generate(engine, state)
+
+
+def test_weights_that_are_not_finite_change_nothing(backend):
+    leaves, held = leaves_of(WEIGHTS.params), backend.engine.weights
+    leaves["['embed']"][3, 2] = np.nan
+    with pytest.raises(ValueError, match="leaves is .not finite in .*embed.*; expected finite numbers"):
+        backend.load(leaves, 3)
+    assert backend.engine.weights is held
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -313,6 +431,9 @@ def test_the_last_slot_may_be_freed_while_the_driver_looks_for_one(backend):
         (Request((16,)), "prompt is .*token ids in"),
         (Request(A, max_tokens=41), "max_tokens is 41; expected at most 40"),
         (Request(A, group=0), "group is 0"),
+        (Request(A, 257, 8), "group is 257; expected at most 256"),
+        (Request(A, 1, 8, Sampling(1e-39)), "temperature is 1e-39"),
+        (Request(A, 1, 8, Sampling(top_k=2**31)), "top_k is 2147483648"),
     ],
 )
 def test_what_cannot_be_served_is_refused(backend, request_, message):

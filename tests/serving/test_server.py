@@ -1,7 +1,10 @@
 """The server: clear statuses for what is wrong, nothing sampled twice, weights whole or not at all, its process."""
 
+import gc
 import re
 import signal
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -12,7 +15,7 @@ import fake_backend
 import grpc
 import numpy as np
 import pytest
-from fake_backend import FAKE, FakeBackend, assert_same, listening, process, running, until
+from fake_backend import FAKE, FakeBackend, assert_same, listening, process, running, slow_reader, until
 
 from jaxrl_llm.sampler import rollout_pb2 as pb
 from jaxrl_llm.sampler import wire
@@ -37,8 +40,11 @@ def worker():
         yield worker
 
 
-def bytes_of(request: Request, id: str = "1", instance: str = "") -> bytes:
-    return wire.to_request_message(request, id, instance).SerializeToString()
+def bytes_of(request: Request, id: str = "1", instance: str = "", run: str = "", **fields) -> bytes:
+    message = wire.to_request_message(request, id, instance, run)
+    for name, value in fields.items():
+        setattr(message, name, value)
+    return message.SerializeToString()
 
 
 def call(channel: grpc.Channel, data: bytes, token: str | None = None, method: str = "Sample", **options) -> bytes:
@@ -120,7 +126,7 @@ def test_a_backend_that_fails_or_cuts_a_group_says_so(worker):
     with status(Code.UNKNOWN, "broken"):
         call(worker.channel, bytes_of(Request((1,), max_tokens=8, stop=("break",))))
     worker.backend.finish = "cancelled"
-    with status(Code.UNAVAILABLE, "cancelled"):
+    with status(Code.ABORTED, "cancelled"):
         call(worker.channel, bytes_of(REQUEST))
     worker.backend.finish = ""
     assert len(group_of(call(worker.channel, bytes_of(REQUEST)))) == 2
@@ -133,7 +139,7 @@ def test_answers_that_their_budget_has_cut_are_answers(worker):
     (answer,) = group_of(call(worker.channel, bytes_of(Request((7,), max_tokens=64, budget=budget), "1")))
     assert answer.finish == "cancelled"
     assert budget < 64  # or the budget is not what bounds it
-    with status(Code.UNAVAILABLE, "cancelled"):
+    with status(Code.ABORTED, "cancelled"):
         call(worker.channel, bytes_of(Request((7,), max_tokens=64, budget=budget + 1), "2"))
 
 
@@ -157,7 +163,7 @@ def test_an_id_with_another_request_gets_no_foreign_answer(worker):
 
 
 def test_few_replies_are_remembered(worker, monkeypatch):
-    size = len(bytes_of(REQUEST, "1")) + len(call(worker.channel, bytes_of(REQUEST, "1")))
+    size = 32 + len(call(worker.channel, bytes_of(REQUEST, "1")))  # and a digest of the request
     monkeypatch.setattr(server, "REMEMBERED", 2 * size)
     for id in ("2", "3", "1", "3"):
         call(worker.channel, bytes_of(REQUEST, id))
@@ -201,6 +207,105 @@ def test_a_deadline_and_a_cancelled_call_free_the_slots():
         until(lambda: stats(channel).values["running"] == 0)
         worker.backend.delay_s = 0  # what was cancelled is not taken for the answer
         assert_same(group_of(call(channel, bytes_of(REQUEST, "2"))), fake_backend.answers(REQUEST, 0))
+
+
+def test_parts_come_back_at_the_deadline_of_who_takes_them(worker):
+    worker.backend.delay_s, worker.backend.drawn = 60, 2
+    whole = fake_backend.answers(Request((7,), 3, 64), 0)
+    assert max(len(a.tokens) for a in whole) > 2
+    group = group_of(call(worker.channel, bytes_of(Request((7,), 3, 64), deadline_s=0.2)))
+    assert [len(a.tokens) for a in group] == [min(len(a.tokens), 2) for a in whole]
+    assert {a.finish for a in group if len(a.tokens) == 2} == {"cancelled"}
+    again = group_of(call(worker.channel, bytes_of(Request((7,), 3, 64, begun=group), "2", deadline_s=0.2)))
+    assert [len(a.tokens) for a in again] == [min(len(a.tokens), 4) for a in whole]
+    values = stats(worker.channel).values
+    assert (values["cut"], values["running"], values["held_bytes"]) == (2, 0, 0)
+
+
+def test_a_server_that_stops_gives_parts_to_who_takes_them(worker):
+    worker.backend.delay_s, worker.backend.drawn = 60, 2
+    sample = worker.channel.unary_unary("/jaxrl.Rollout/Sample")
+    takes = sample.future(bytes_of(Request((7,), 3, 64), "1", deadline_s=50), timeout=10)
+    other = sample.future(bytes_of(Request((7,), 3, 64), "2"), timeout=10)
+    until(lambda: len(worker.backend.submitted) == 2)
+    worker.loop.call_soon_threadsafe(worker.service.stop)
+    assert max(len(a.tokens) for a in group_of(takes.result())) == 2
+    with status(Code.ABORTED, "the server has cancelled the group"):
+        other.result()
+
+
+@pytest.mark.parametrize("field", ["version", "deadline_s", "id", "instance", "run", "stop", "begun"])
+def test_what_is_no_part_of_the_request_itself_is_bounded_too(worker, field):
+    message = wire.to_request_message(REQUEST, "1")
+    wrong = {"version": [-1, 2**31], "deadline_s": [-1.0, float("nan"), 1e9, float("inf")]}
+    for value in wrong.get(field, ["x" * 4097] if field in ("id", "instance", "run") else [2_000_000]):
+        if field in ("stop", "begun"):  # small on the wire, large as objects
+            data = message.SerializeToString() + {"stop": b"\x4a\x00", "begun": b"\x62\x00"}[field] * value
+        else:
+            data = bytes_of(REQUEST, **{"id": "1", field: value})
+        start = time.monotonic()
+        with status(Code.INVALID_ARGUMENT, f"^{field} is "):
+            call(worker.channel, data)
+        assert time.monotonic() - start < 5
+
+
+def test_a_request_is_for_weights_of_a_run_and_a_least_version(worker):
+    load(worker.channel, wire.to_chunks(fake_backend.leaves(), 4, "mine", "c"))
+    assert group_of(call(worker.channel, bytes_of(REQUEST, run="mine", version=4)))[0].versions[0] == 4
+    with status(Code.FAILED_PRECONDITION, "version=5: the weights are version 4"):
+        call(worker.channel, bytes_of(REQUEST, run="mine", version=5))
+    with status(Code.FAILED_PRECONDITION, "run='other': the weights are those of run 'mine'"):
+        call(worker.channel, bytes_of(REQUEST, run="other"))
+
+
+@pytest.mark.parametrize(("run", "client", "version"), [("other", "d", 9), ("mine", "d", 3)])
+def test_a_group_under_way_is_of_one_run(worker, run, client, version):
+    """Another run's weights, or older ones of a learner that resumes, while it is being drawn."""
+    load(worker.channel, wire.to_chunks(fake_backend.leaves(), 4, "mine", "c"))
+    worker.backend.delay_s = 0.6
+    sample = worker.channel.unary_unary("/jaxrl.Rollout/Sample")
+    bound = sample.future(bytes_of(REQUEST, "1", run="mine"), timeout=10)
+    free = sample.future(bytes_of(REQUEST, "2"), timeout=10)
+    until(lambda: len(worker.backend.submitted) == 2)
+    worker.service.learner_seen = -1e9  # as if it had been silent for long
+    load(worker.channel, wire.to_chunks(fake_backend.leaves(), version, run, client))
+    with status(Code.FAILED_PRECONDITION, "run='mine'"):
+        bound.result()
+    assert len(group_of(free.result())) == 2
+
+
+def test_memory_for_calls_is_bounded(worker, monkeypatch):
+    need = len(bytes_of(REQUEST, "1")) + 2 * (server.ANSWER_BYTES + 8 * server.TOKEN_BYTES)
+    monkeypatch.setattr(server, "ROOM", 2 * need)
+    worker.backend.delay_s = 1.0
+    sample = worker.channel.unary_unary("/jaxrl.Rollout/Sample")
+    calls = [sample.future(bytes_of(REQUEST, str(i)), timeout=30) for i in range(2)]
+    until(lambda: len(worker.backend.submitted) == 2)
+    assert stats(worker.channel).values["held_bytes"] == 2 * need
+    with status(Code.RESOURCE_EXHAUSTED, f"{2 * need} bytes are taken: no room for {need} more"):
+        call(worker.channel, bytes_of(REQUEST, "2"))
+    for done in calls:
+        done.result()
+    until(lambda: stats(worker.channel).values["held_bytes"] == 0)
+    monkeypatch.setattr(server, "ROOM", 1)
+    call(worker.channel, bytes_of(REQUEST, "3"))  # one is always served
+
+
+def test_memory_for_calls_is_held_until_replies_are_read(worker, monkeypatch):
+    large = pb.SampleReply(answers=[pb.Answer(finish="x" * 2**25)])  # more than sockets keep
+    monkeypatch.setattr(wire, "to_reply", lambda _: large)
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    with (
+        slow_reader(port_of(worker)) as (port, release),
+        grpc.insecure_channel(f"localhost:{port}", options) as channel,
+    ):
+        future = channel.unary_unary("/jaxrl.Rollout/Sample").future(bytes_of(REQUEST), timeout=30)
+        until(lambda: worker.service.counts["answered"] == 1)
+        time.sleep(0.3)
+        assert stats(worker.channel).values["held_bytes"] > 0
+        release()
+        assert len(future.result()) == large.ByteSize()
+    until(lambda: stats(worker.channel).values["held_bytes"] == 0)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------
@@ -269,6 +374,29 @@ def test_a_push_that_breaks_off_leaves_the_old_weights_and_room_for_the_next(wor
     assert load(worker.channel, wire.to_chunks(fake_backend.leaves(), 1)).version == 1
 
 
+@pytest.mark.parametrize("slowly", [False, True])
+def test_a_push_that_stalls_is_ended_and_its_memory_free(worker, monkeypatch, slowly):
+    monkeypatch.setattr(server, "STALLED_S", 0.4)
+    monkeypatch.setattr(server, "SLOWEST", 2**22)  # bytes a second: 0.6 s more for all of it
+    going_on = threading.Event()
+
+    def stalls():
+        for chunk in list(wire.to_chunks(fake_backend.leaves(), 1))[: 99 if slowly else 2]:
+            yield chunk
+            going_on.wait(0.3 if slowly else 0)
+        going_on.wait(20)
+
+    start = time.monotonic()
+    with status(Code.DEADLINE_EXCEEDED, "no chunk for 0.4 s, or less than"):
+        load(worker.channel, stalls())
+    assert time.monotonic() - start < 3
+    going_on.set()
+    gc.collect()
+    assert not [x for x in gc.get_objects() if isinstance(x, wire.Assembly)]
+    assert worker.backend.version == 0
+    assert load(worker.channel, wire.to_chunks(fake_backend.leaves(), 1)).version == 1
+
+
 # --- who may call -----------------------------------------------------------------------------------------------
 
 
@@ -285,11 +413,43 @@ def test_every_method_wants_the_token():
         assert_same(group_of(call(channel, bytes_of(REQUEST), "Bearer secret")), fake_backend.answers(REQUEST, 0))
 
 
+def push(channel, token=None):
+    method = channel.stream_unary("/jaxrl.Rollout/LoadWeights", pb.Chunk.SerializeToString, pb.LoadReply.FromString)
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    return method(wire.to_chunks(fake_backend.leaves(), 1, "mine"), timeout=10, metadata=metadata)
+
+
+@pytest.mark.parametrize("token", ["secret", None])
+def test_pushes_want_a_token_of_their_own(token):
+    """None: whoever asks may sample, as on loopback."""
+    with running(FakeBackend(), token=token, push_token="weights") as worker, channel_to(worker.address) as channel:
+        for wrong, code in ((token, Code.PERMISSION_DENIED), ("wrong", Code.UNAUTHENTICATED if token else None)):
+            with status(code or Code.PERMISSION_DENIED, "token"):
+                push(channel, wrong)
+        assert worker.backend.version == 0
+        assert push(channel, "weights").version == 1
+        said = lambda secret: None if secret is None else f"Bearer {secret}"
+        for known in (token, "weights"):
+            assert len(group_of(call(channel, bytes_of(REQUEST), said(known)))) == 2
+        # Who may only sample does not speak for the learner.
+        for request in (pb.StatsRequest(run="mine"), pb.StatsRequest(run="mine", leaves=True)):
+            seen = worker.service.learner_seen
+            call(channel, request.SerializeToString(), said(token), "Stats")
+            call(channel, bytes_of(REQUEST, "2", run="mine"), said(token))
+            assert worker.service.learner_seen == seen
+        call(channel, pb.StatsRequest(run="mine", leaves=True).SerializeToString(), "Bearer weights", "Stats")
+        assert worker.service.learner_seen < 0
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
 def test_no_wide_host_without_a_token(host):
     with pytest.raises(ValueError, match=f"host is '{host}'; expected 127.0.0.1"):
         server.check_listen(host, None, None, None)
-    server.check_listen(host, "secret", None, None)
+    with pytest.raises(ValueError, match=f"host is '{host}'; expected 127.0.0.1 .* without a token for pushes"):
+        server.check_listen(host, "secret", None, None)
+    with pytest.raises(ValueError, match="push_token is 'the token'; expected one of its own"):
+        server.check_listen(host, "secret", None, None, "secret")
+    server.check_listen(host, "secret", None, None, "another")
 
 
 def test_loopback_needs_no_token():
@@ -362,6 +522,29 @@ def test_metrics_want_the_token():
         assert get(port, "/metrics")[0] == get(port, "/metrics", Authorization="Bearer wrong")[0] == 401
         assert get(port, "/metrics", Authorization="Bearer secret")[0] == 200
         assert get(port, "/healthz")[0] == 200
+
+
+def test_silent_connections_take_few_threads(monkeypatch):
+    with server.http("127.0.0.1", 0, None, lambda: None) as port:
+        before = threading.active_count()
+        monkeypatch.setattr(server, "MAX_THREADS", before + 5)
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(12)]
+        until(lambda: sum(not closed(s) for s in silent) == 5)
+        assert threading.active_count() == before + 5
+        for s in silent:
+            s.close()
+        until(lambda: threading.active_count() == before)
+        assert get(port, "/healthz")[0] == 200
+
+
+def closed(connection: socket.socket) -> bool:
+    connection.settimeout(0.01)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
 
 
 # --- processes --------------------------------------------------------------------------------------------------
