@@ -29,7 +29,7 @@ EOS_ID, A, B = TOKENIZER.eos_ids[0], *TOKENIZER.encode("ab")
 
 
 def engine_of(urls, tmp_path, *, reload=lambda *_: None, tokenizer=TOKENIZER, stop=(), push=True, **options):
-    options = {"patience_s": 0.5, "deadline_s": 20.0} | options
+    options = {"patience_s": 60.0, "deadline_s": 20.0} | options
     servers = Servers([f"openai+{url}" for url in urls], reload, tmp_path / "weights", **options)
     if push:
         servers.push(lambda folder: folder.mkdir(parents=True), 4)
@@ -106,7 +106,7 @@ def running(stub, port=0):
         do_POST = do_GET
 
     with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
