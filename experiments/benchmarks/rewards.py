@@ -9,7 +9,7 @@ is the time without + hostile × cpu_s / workers + 1 s, both also as CPU time, t
 With --data, a folder of *.jsonl with "answer": each file's golds against themselves, against rewritings of themselves
 (false rejects) and against golds of other problems that are not equal to them as text (accepted).
 
-Command: python experiments/benchmarks/rewards.py [--answers 10000] [--hostile 0.02] [--burners 2]
+Command: python experiments/benchmarks/rewards.py [--answers 10000] [--hostile 0.02] [--workers 2] [--burners 2]
      or: python experiments/benchmarks/rewards.py --data FOLDER [--others 10] [--most 1500]
 """
 

@@ -48,7 +48,7 @@ def make_engine(learner: Learner, params: Any, version: int = 0, run: str = "") 
     r, model, kept = learner.config.rollout, sampler_model(learner.config), quantized(learner.config)
     drawn = Sampling(r.temperature, r.top_k, r.top_p), r.max_response_tokens, r.stop
     if r.servers and r.servers_reload:
-        how = {"ca": r.servers_ca, "seeded": r.servers_seeded}
+        how = {"ca": r.servers_ca, "seeded": r.servers_seeded, "in_flight": r.in_flight, "deadline_s": r.deadline_s}
         servers = openai.Servers(r.servers, r.servers_reload, Path(r.servers_folder), **how)
         return openai.OpenAIEngine(servers, model, learner.tokenizer, *drawn).pushed(params, version)
     if r.servers:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.tokenizers import Tokenizer
+from jaxrl_llm.sampler import wire
 from jaxrl_llm.sampler.requests import Answer, Request
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.serving import server
@@ -38,7 +39,7 @@ Known = Mapping[str, tuple[Any, Any, str, Callable[[Any], bool]]]  # default, ty
 FIELDS: Known = {
     "model": ("", str, "text", _any),
     "prompt": ("", str | list, "text or token ids, or a list of either", _any),
-    "n": (1, int, f"1 to {server.MAX_GROUP}", lambda x: 1 <= x <= server.MAX_GROUP),
+    "n": (1, int, f"1 to {wire.MAX_GROUP}", lambda x: 1 <= x <= wire.MAX_GROUP),
     "max_tokens": (16, int, "at least 1", lambda x: 1 <= x < 2**31),
     # with less warmth float32 cannot tell what is left of two logits
     "temperature": (1.0, int | float, "0 (greedy) or 0.001 to 1000", lambda x: x == 0 or 1e-3 <= x <= 1e3),
@@ -95,7 +96,7 @@ def parse(data: bytes, model: str, config: Any) -> dict[str, Any]:
     expect(not ids or {*ids} == {*ends}, "stop_token_ids", ids, f"{list(ends)}, which end an answer anyway, or none")
     prompts = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else prompts
     expect(all(isinstance(p, str) or _is_ids(p) for p in prompts), "prompt", prompts, FIELDS["prompt"][2])
-    expect(len(prompts) * f["n"] <= server.MAX_GROUP, "n", f["n"], f"at most {server.MAX_GROUP} answers in all")
+    expect(len(prompts) * f["n"] <= wire.MAX_GROUP, "n", f["n"], f"at most {wire.MAX_GROUP} answers in all")
     sampling = Sampling(float(f["temperature"]), max(f["top_k"], 0), float(f["top_p"]))
     stop, requests = tuple(_listed(f["stop"])), []
     for prompt in prompts:
@@ -268,7 +269,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, methods: dict[str, Callable[[], dict[str, Any] | None]]) -> None:
         path, said = self.path.partition("?")[0], self.headers["authorization"]
-        knows = lambda secret: secret is not None and server._knows(secret, said)
+        knows = lambda secret: secret is not None and server.knows(secret, {"authorization": said})
         trusted = knows(self.api.push_token) or self.api.push_token is None
         try:
             if path != "/health" and self.api.token and not (knows(self.api.token) or knows(self.api.push_token)):

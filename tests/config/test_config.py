@@ -790,11 +790,15 @@ class Reads(ast.NodeVisitor):
     """(class, field) pairs that a module reads, the bodies of the config's own classes left out.
 
     The class of `x.y` is what annotates `y` in the class of `x`; that of a name is its annotation, or the class of what
-    was assigned to it.
+    was assigned to it, of the parts of a pair that a function of the module returns too.
     """
 
-    def __init__(self, fields):
+    def __init__(self, fields, tree):
         self.fields, self.scopes, self.found = fields, [{}], set()
+        functions = [
+            n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and isinstance(n.returns, ast.Subscript)
+        ]
+        self.pairs = {n.name: n.returns.slice.elts for n in functions if isinstance(n.returns.slice, ast.Tuple)}
 
     def class_of(self, node):
         if isinstance(node, ast.Subscript):
@@ -808,6 +812,9 @@ class Reads(ast.NodeVisitor):
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
             for pair in zip(target.elts, value.elts, strict=True):
                 self.assign(*pair)
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Call):
+            for name, annotation in zip(target.elts, self.pairs.get(ast.unparse(value.func), ()), strict=False):
+                self.scopes[-1][ast.unparse(name)] = class_in(annotation, self.fields)
         elif isinstance(target, ast.Name | ast.Attribute):
             # what `self` gets in one method is there in the others
             scope = self.scopes[-2 if isinstance(target, ast.Attribute) and len(self.scopes) > 1 else -1]
@@ -868,7 +875,7 @@ def reads(sources):
     found = set()
     for path, tree in trees.items():
         if path.parent.name != "config" and path.name != "catalogue.py":
-            visitor = Reads(fields)
+            visitor = Reads(fields, tree)
             visitor.visit(tree)
             found |= visitor.found
     return found
