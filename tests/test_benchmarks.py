@@ -20,10 +20,11 @@ LEAST = {
     "rl_step": ("--prompt-len", "16", "--steps", "1"),
     "rl_step --ragged": ("--steps", "1"),
     "rollout_rewards": ("--batches", "1", "--cpu-ms", "1"),
+    "tpu_sampler": ("--topology=v5e:2x2", "--preset=smollm2-135m", "--layers=2", "--rows=8", "--prefill-tokens=256"),
     "sampler": ("--remote", "--repeats", "1"),
     "tpu_compile": ("--topology=v5e:2x2", "--fsdp=4", "--preset=smollm2-135m", "--prompts=4", "--prompt-tokens=128"),
 }
-NEEDS = {"tpu_compile": "libtpu"}
+NEEDS = {"tpu_compile": "libtpu", "tpu_sampler": "libtpu"}
 
 
 def test_every_benchmark_is_tried():
