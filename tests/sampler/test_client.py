@@ -229,6 +229,7 @@ LIES = {
     "none above 0": lambda group: changed(group, logp=lambda x: -x),
     "as many log-probs": lambda group: changed(group, logp=lambda x: x[1:]),
     "the versions pushed": lambda group: changed(group, versions=lambda x: x + 1),
+    "5 to 5, the versions pushed": lambda group: changed(group, versions=lambda x: x - 1),
     "finish is 'done'": lambda group: changed(group, finish=lambda x: "done"),
     "at most 8": lambda group: changed(group, **{n: lambda x: np.resize(x, 9) for n in ("tokens", "logp", "versions")}),
 }
@@ -281,6 +282,14 @@ def test_a_server_that_says_it_has_loaded_other_weights_is_set_aside(monkeypatch
             client.push(fake_backend.leaves(), 5)
         assert_answered(client.ordered(requests_(4)), requests_(4), version=5)
         assert not liar.submitted
+
+
+def test_a_server_with_older_weights_than_were_pushed_gets_them_again():
+    with running(FakeBackend()) as a, client_of(a.address) as client:
+        client.push(fake_backend.leaves(), 5)
+        a.backend.version = 4  # as if the run's learner had resumed, and gone again
+        assert_answered(client.ordered(requests_(4)), requests_(4), version=5)
+        assert a.service.counts["loaded"] == 2
 
 
 # --- deadlines ----------------------------------------------------------------------------------------------------
@@ -545,6 +554,29 @@ def test_a_request_that_kills_two_servers_is_not_sent_to_a_third():
         assert sum(map(deaths, workers)) == 2
         rest = [r for r in requests if r.draw not in answered]
         assert_answered(client.ordered(rest), rest)
+
+
+def test_requests_that_may_have_killed_a_server_are_sent_one_at_a_time():
+    one, two, fresh = (peers.Outgoing(r, 60.0) for r in requests_(3))
+    with running(FakeBackend(60)) as a, client_of(a.address) as client:
+        until(lambda: client._able())
+        [server] = client._servers
+        for outgoing in (one, two):
+            outgoing.lost.append(peers.Sent(server, "an earlier life", 0, False))
+        assert client._able(one) == client._able(two) == client._able(fresh) == [server]
+        call, sent = client._send(one)
+        assert client._able(two) == []
+        assert client._able(fresh) == [server]
+        call.cancel()
+        client._release(sent)
+        assert client._able(two) == [server]
+        two.lost.append(peers.Sent(server, server.instance, 0, False))
+        assert client._able(two) == [server]  # the server has not died: the connection has
+        server.up, server.down_since = False, time.monotonic()
+        assert two.deaths == 2  # perhaps
+        server.down_since -= peers.DEAD_S + 1
+        with pytest.raises(ConnectionError, match="two servers died with one request in flight .*draw 1"):
+            client._able(two)
 
 
 def deaths(worker) -> int:

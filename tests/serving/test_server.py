@@ -378,12 +378,13 @@ def test_a_push_that_breaks_off_leaves_the_old_weights_and_room_for_the_next(wor
 def test_a_push_that_stalls_is_ended_and_its_memory_free(worker, monkeypatch, slowly):
     monkeypatch.setattr(server, "STALLED_S", 0.4)
     monkeypatch.setattr(server, "SLOWEST", 2**22)  # bytes a second: 0.6 s more for all of it
+    monkeypatch.setattr(wire, "CHUNK", 2**16)
     going_on = threading.Event()
 
     def stalls():
         for chunk in list(wire.to_chunks(fake_backend.leaves(), 1))[: 99 if slowly else 2]:
             yield chunk
-            going_on.wait(0.3 if slowly else 0)
+            going_on.wait(0.15 if slowly else 0)  # 6 s for all of it
         going_on.wait(20)
 
     start = time.monotonic()
