@@ -1,8 +1,6 @@
 """Runs that sample through OpenAI's API: weights go out as folders, versions move, and the policy learns under TIS."""
 
-import contextlib
 import json
-import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -80,11 +78,9 @@ def test_the_demo_learns_through_the_api_of_a_server_in_another_process(tmp_path
     root.mkdir()
     demo, environment = EXPERIMENTS / "laptop_dapo.py", {"JAXRL_TOKEN": "a secret", "JAXRL_PUSH_TOKEN": "another"}
     environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "JAXRL_CACHE": str(tmp_path / "cache")}
-    server = jaxrl(tmp_path, "serve", demo, "--port", port, "--http-port", http, "--weights", root, **environment)
+    processes = [jaxrl(tmp_path, "serve", demo, "--port", port, "--http-port", http, "--weights", root, **environment)]
     try:
-        for line in server.stdout:
-            if line.startswith("listening"):
-                break
+        assert any(line.startswith("listening") for line in processes[0].stdout)
         sets = {
             "rollout.servers": f'["openai+http://127.0.0.1:{http}"]',
             "rollout.servers_folder": root,
@@ -95,13 +91,13 @@ def test_the_demo_learns_through_the_api_of_a_server_in_another_process(tmp_path
             "evaluation.problems": 256,
         }
         words = [w for name, value in sets.items() for w in ("--set", f"{name}={value}")]
-        learner = jaxrl(tmp_path, "train", demo, "--out", "run", *words, **environment)
-        output, _ = learner.communicate(timeout=1500)
+        processes.append(learner := jaxrl(tmp_path, "train", demo, "--out", "run", *words, **environment))
+        output, _ = learner.communicate(timeout=3000)
         assert learner.returncode == 0, output
         before, *_, after = (row["eval/accuracy"] for row in rows(tmp_path / "run") if "eval/accuracy" in row)
         assert before < 0.5
         assert after > before + 0.25
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server.pid, 15)
-        server.wait(30)
+        for process in processes:
+            process.terminate()
+            process.wait(30)
