@@ -72,10 +72,11 @@ def validate(config: Config) -> Config:
         "'' with LoRA, whose base is the reference, or without a KL penalty",
     )
     expect(not kept or (a.needs_reference and config.model.lora is None), "learner.reference_dtype", kept, expected)
-    dtype = r.dtype if r.dtype in ("float32", "bfloat16") else config.model.dtype
+    short = "bfloat16" in (r.dtype, config.model.dtype) and r.dtype != "float32"
     expected = "'' or float32: the sampler computes in float32"
-    expect(r.head_dtype != "bfloat16" or dtype == "bfloat16", "rollout.head_dtype", r.head_dtype, expected)
+    expect(r.head_dtype != "bfloat16" or short, "rollout.head_dtype", r.head_dtype, expected)
     _validate_sampler(r, ways)
+    _validate_pages(r, ways, [suite.max_tokens for suite in config.evaluation.suites.values()])
     _validate_algorithm(a, r)
     _validate_model(config.model)
     most, expected = config.model.max_positions, "at most model.max_positions = {} less rollout.max_prompt_tokens"
@@ -145,11 +146,6 @@ def _validate_sampler(r: Rollout, ways: int) -> None:
     expect(r.slots % ways == 0, "rollout.slots", r.slots, f"a multiple of mesh.data × mesh.fsdp = {ways}")
     expected = f"0, or room for a group on each of the mesh's {ways} shards: at least {ways * r.group_size}"
     expect(ways == 1 or r.slots == 0 or r.slots >= ways * r.group_size, "rollout.slots", r.slots, expected)
-    if r.kv_tokens:
-        answers = r.slots or r.prompts * r.group_size if r.zero_gap else ways
-        least = pages.least_tokens(r.max_prompt_tokens, r.max_response_tokens, answers, ways)
-        what = "every answer" if r.zero_gap else "an answer on each of the mesh's shards"
-        expect(r.kv_tokens >= least, "rollout.kv_tokens", r.kv_tokens, f"0, or room for {what}: at least {least}")
     exact = r.mode == "sync" and not r.servers and not r.budget
     expected = "False unless rollout.mode is sync, rollout.servers is empty and rollout.budget is 0"
     expect(exact or not r.zero_gap, "rollout.zero_gap", r.zero_gap, expected)
@@ -174,6 +170,15 @@ def _validate_servers(r: Rollout) -> None:
     expect(not other or jax.process_count() == 1, "rollout.servers", r.servers, "host:port with several processes")
     if r.servers_reload is not None:
         _validate_call(r.servers_reload, "rollout.servers_reload", "", "", 0)
+
+
+def _validate_pages(r: Rollout, ways: int, evaluated: list[int]) -> None:
+    """evaluated: tokens that the answers of evaluations may have."""
+    answers = r.slots or r.prompts * r.group_size if r.zero_gap else ways
+    least = pages.least_tokens(r.max_prompt_tokens, max([r.max_response_tokens, *evaluated]), answers, ways)
+    what = "every answer" if r.zero_gap else "an answer on each of the mesh's shards"
+    enough = r.kv_tokens == 0 or r.kv_tokens >= least
+    expect(enough, "rollout.kv_tokens", r.kv_tokens, f"0, or room for {what}: at least {least}")
 
 
 def _validate_algorithm(a: Algorithm, r: Rollout) -> None:

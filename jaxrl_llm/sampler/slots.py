@@ -238,6 +238,7 @@ class Slots:
         most = -(-max(a.limit for a in work) // 8) * 8
         size = power_of_two(max(len(a.request.prompt) for a in work) - 1, MIN_PREFIX)
         columns = min(power_of_two(columns, MIN_COLUMNS), most)
+        lanes = min(lanes, power_of_two(rows // self.shards))  # a prompt is read by no more rows than its shard has
         return _Shape(rows, self.shards * power_of_two(prefixes), size, columns, lanes)
 
     def _wanted(self, waiting: Sequence[PartialAnswer]) -> _Shape:

@@ -334,6 +334,25 @@ def test_slots_have_to_divide_among_the_devices_and_prompts_need_not():
         validate(assign("mesh.data=2", "rollout.slots=8"))
 
 
+def test_pages_have_room_for_an_answer_and_with_zero_gap_for_all():
+    sizes = "rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64"
+    validate(assign(*sizes, "rollout.kv_tokens=128"))
+    refused = r"rollout.kv_tokens is 127; expected 0, or room for an answer on each of the mesh's shards: at least 128"
+    with pytest.raises(ValueError, match=refused):
+        validate(assign(*sizes, "rollout.kv_tokens=127"))
+    with pytest.raises(ValueError, match="at least 256"):
+        validate(assign(*sizes, "rollout.kv_tokens=255", "mesh.data=2"))
+    with pytest.raises(ValueError, match="room for every answer: at least 1024"):
+        validate(assign(*sizes, "rollout.kv_tokens=512", "rollout.zero_gap=true", "rollout.slots=8"))
+
+
+def test_the_head_is_short_only_where_the_sampler_is():
+    with pytest.raises(ValueError, match="rollout.head_dtype is 'bfloat16'; expected '' or float32: the sampler comp"):
+        validate(assign("rollout.head_dtype=bfloat16"))
+    validate(assign("rollout.head_dtype=bfloat16", "rollout.dtype=bfloat16"))
+    validate(assign("rollout.head_dtype=float32", "model.dtype=bfloat16"))
+
+
 @pytest.mark.parametrize("advantage", [advantages.rloo, partial(advantages.rloo)])
 def test_leave_one_out_needs_two_answers(advantage):
     config = replace(BASE, algorithm=Algorithm(advantage, losses.reinforce, "token"))
