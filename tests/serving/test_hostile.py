@@ -402,7 +402,7 @@ def test_hostile_calls(config, params, server, quiet, peers):
 
 @pytest.mark.slow
 def test_hostile_calls_all_of_them(config, params, server, quiet, peers):
-    suite(config, params, server, quiet, peers, every=1, rounds=10)
+    suite(config, params, server, quiet, peers, every=1, rounds=4)
 
 
 some = {
