@@ -746,6 +746,7 @@ def test_a_run_from_before_a_field_was_there_goes_on(run, copy):
     assert json.loads((copy / "config.json").read_text())["abort_after"] == 10
 
 
+@pytest.mark.slow
 def test_what_alters_no_number_or_only_rounding_may_change_and_is_said(run, copy):
     free = ("evaluation.problems=1", "checkpoint.keep=1", "logged_samples=1", "abort_after=3", "steps=3")
     printed = succeeds(*resume(run, copy, *free, "rollout.slots=2", "micro_batches=2"))
@@ -813,6 +814,7 @@ def test_steps_that_are_skipped_now_and_then_do_not(module, experiment, tmp_path
     assert [r.get("skipped") for r in rows(tmp_path / "out")] == [None, 0, 1, 0, 1, 0]
 
 
+@pytest.mark.slow
 def test_the_logged_rate_is_that_of_the_last_step_that_was_applied(experiment, tmp_path):
     changed = settings("optimizer.lr=1e30", "optimizer.schedule=linear", "steps=4")
     succeeds("train", experiment, "--out", tmp_path / "out", *changed)
@@ -892,7 +894,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", disk], check=True)
 
 
-@pytest.mark.parametrize("free_kb", [slow(0), slow(8), 24, slow(60), slow(1200), 1500])
+@pytest.mark.parametrize("free_kb", [slow(0), slow(8), slow(24), slow(60), slow(1200), 1500])
 def test_a_full_disk_is_one_line_and_with_room_the_run_goes_on(experiment, tmp_path, whole, small_disk, free_kb):
     disk, make_room = small_disk
     (disk / "ballast").write_bytes(b"x" * 1024 * (3072 - free_kb))

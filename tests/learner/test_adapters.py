@@ -43,6 +43,7 @@ def stepped(mesh):
     return before, jax.device_get((made.base, state, batch)), row, shards
 
 
+@pytest.mark.slow
 def test_a_step_changes_the_adapters_and_nothing_else():
     (base, params), (base_after, state, batch), row, _ = stepped((1, 1, 1))
     sizes = lambda tree: sum(x.size for x in jax.tree.leaves(tree))

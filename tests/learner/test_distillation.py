@@ -53,6 +53,7 @@ def exact_kl(made, params, batch):
 
 
 @pytest.mark.parametrize("micro_batches", [slow(1), 2])
+@pytest.mark.slow
 def test_the_exact_form_s_gradient_is_the_divergence_s(micro_batches):
     made, state, batch = learnt(ALGORITHMS["opd"], micro_batches=micro_batches)
     assert not np.any(batch.adv)

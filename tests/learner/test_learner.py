@@ -419,6 +419,7 @@ def test_a_format_reward_is_added():
 # --- the critic -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a2c_is_ppo_at_one_epoch_to_the_bit():
     """One update on fresh data, no whitening, λ = 1: the same parameters, whatever the clip."""
     after = []
@@ -477,6 +478,7 @@ def test_with_a_critic_the_kl_is_charged_token_by_token():
     np.testing.assert_allclose(batch.adv, advantages.whiten(to_go, mask), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_critic_shards_and_steps_are_the_policy_s_layout():
     mesh = replace(CONFIG.mesh, fsdp=4, tensor=1)
     made, state = build(A2C, mesh=mesh, rollout=replace(CONFIG.rollout, prompts=4))

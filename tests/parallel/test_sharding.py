@@ -103,8 +103,7 @@ def reference():
     return compute((1, 1, 1), 1)[0]
 
 
-QUICK = [(2, (2, 2, 2), "grouped"), (2, (2, 2, 2), "packed"), (1, (1, 8, 1), "packed"), (4, (8, 1, 1), "grouped")]
-QUICK += [(4, (1, 4, 2), "packed"), (2, (1, 1, 1), "grouped")]
+QUICK = [(2, (2, 2, 2), "packed"), (1, (1, 8, 1), "packed"), (4, (8, 1, 1), "grouped")]
 LAYOUTS = product(MICRO_BATCHES, MESHES, ("grouped", "packed"))
 
 

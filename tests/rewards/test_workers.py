@@ -30,6 +30,7 @@ def test_a_harmful_item_is_worth_nothing_and_the_next_is_scored(outcome, index):
     assert run(7) == Reward(1.0, True, "7")
 
 
+@pytest.mark.slow
 def test_harmful_items_take_no_other_with_them():
     asked = {i: run.submit(i) if i % 10 else run.submit(*HARM[i // 10 % len(HARM)]) for i in range(300)}
     for i, future in asked.items():
@@ -144,6 +145,7 @@ def test_the_zygotes_death_loses_nothing():
     assert all(f.result(30).correct for f in asked)
 
 
+@pytest.mark.slow
 def test_who_ran_beside_one_that_kills_the_zygote_is_not_blamed():
     slow = isolated(functions.sleep, workers=2)
     run(1)

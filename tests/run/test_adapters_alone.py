@@ -32,6 +32,8 @@ from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.types import Optimizer, Reward, Task
 
+pytestmark = pytest.mark.slow
+
 
 def coin(prompt, text, finish):
     return Reward(float(len(text) % 2), len(text) % 2 == 0)

@@ -29,6 +29,8 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.types import Optimizer, Reward, Task
 
+pytestmark = pytest.mark.slow
+
 
 def coin(prompt, text, finish):
     return Reward(float(len(text) % 2), len(text) % 2 == 0)

@@ -101,6 +101,7 @@ def test_what_goes_wrong_in_the_thread_is_told(schedule, monkeypatch):
         run(schedule)
 
 
+@pytest.mark.slow
 def test_answers_go_on_in_the_next_step_with_their_recorded_log_probs():
     _, seen = run("sync", steps=5, budget=4, max_response_tokens=10)
     before = {}
@@ -224,6 +225,7 @@ def test_all_the_time_a_checkpoint_keeps_the_answers_that_are_finished():
         np.testing.assert_array_equal(batch.rollouts.sampler_logp[2 * p, :1], ready[draw].sampler_logp[0, :1])
 
 
+@pytest.mark.slow
 def test_tokens_per_second_are_those_of_the_sampling_not_of_the_wait():
     _, seen = run("ahead", steps=3)
     for batch, _, row in seen:

@@ -17,6 +17,8 @@ from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.run import teachers, trainer
 
+pytestmark = pytest.mark.slow
+
 TINY = replace(CONFIG, steps=1, evaluation=Evaluation(0, 4))
 
 

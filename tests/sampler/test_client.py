@@ -508,6 +508,7 @@ def test_servers_killed_under_load_lose_nothing():
         until(lambda: [row.get("version") for row in client.stats()] == [3, 3])
 
 
+@pytest.mark.slow
 def test_ordered_survives_two_kills_of_the_only_server():
     port, requests, answered = free_port(), requests_(200), []
     with (

@@ -109,6 +109,7 @@ def test_shapes_stay_while_a_period_needs_them(engine, monkeypatch):
     assert sorted(widths) == widths
 
 
+@pytest.mark.slow
 def test_the_source_may_have_nothing_for_now(engine, base):
     """As with dynamic sampling: what is asked next depends on what was answered."""
     asked = requests(engine, MANY, group=3)
@@ -198,6 +199,7 @@ def test_weights_change_between_calls_and_no_answer_is_lost(engine):
     assert {0, 1} == {int(x) for v in versions for x in v}
 
 
+@pytest.mark.slow
 def test_int8_weights_and_keys_make_a_gap(engine, base):
     asked = requests(engine, MANY, group=3)
     for other in (make(MODEL, slots=12, quantized="int8"), replace(engine, kv_dtype="int8")):

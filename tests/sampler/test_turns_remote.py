@@ -11,6 +11,8 @@ from jaxrl_llm.sampler.requests import NOTHING, Answer
 from jaxrl_llm.sampler.sampling import Sampling
 from jaxrl_llm.types import CANCELLED, EOS, LENGTH, Prompt
 
+pytestmark = pytest.mark.slow
+
 LETTERS = np.array(TOKENIZER.encode("abcdefgh"), np.int32)
 
 

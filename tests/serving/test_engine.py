@@ -111,6 +111,7 @@ def test_answers_are_those_of_the_in_process_loop(slots, backend, expected):
         assert_same(ask_over_grpc(made, mixed()), expected)
 
 
+@pytest.mark.slow
 def test_answers_on_a_mesh(expected):
     mesh = sharding.make_mesh(data=2, tensor=2)
     held = weights.push(MODEL, PARAMS, mesh)
@@ -123,6 +124,7 @@ def test_answers_on_a_mesh(expected):
         assert all(a.sharding == b.sharding for a, b in layouts)
 
 
+@pytest.mark.slow
 def test_answers_go_on_where_they_were_cut(backend):
     whole = Request(PROMPTS[0], 3, 40, WARM, seed=3)
     [expected] = ask(backend, [whole])

@@ -25,6 +25,8 @@ from jaxrl_llm.sampler.client import named
 from jaxrl_llm.serving.backend import DriverBackend
 from jaxrl_llm.types import Reward, Task
 
+pytestmark = pytest.mark.slow
+
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
