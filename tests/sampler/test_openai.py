@@ -242,6 +242,10 @@ def test_more_is_asked_as_answers_come_and_not_more_than_there_is_room_for(tmp_p
         decode.generate(engine, asked(20))
         assert most == 4
         assert decode.generate(engine, []) == []
+        most = 0
+        with running(Stub()) as other:  # has room again and again, which is not room at the slow one
+            decode.generate(engine_of([url, other], tmp_path, in_flight=2), asked(20))
+        assert most == 2
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------------------
@@ -344,10 +348,11 @@ def test_what_has_failed_is_asked_again_with_the_same_seed(tmp_path):
             return {"choices": [c | {"finish_reason": "abort"} for c in completion(body)["choices"]]}
         return completion(body)
 
-    with running(Stub(**{"/v1/completions": flaky})) as url:
+    with running(stub := Stub(**{"/v1/completions": flaky})) as url:
         engine = engine_of([url], tmp_path)
         assert_answered(decode.generate(engine, requests := asked(3)), requests)
         assert set(calls.values()) == {3}
+        assert len(stub.of("/v1/models")) == 1  # it was there all the time: its weights are the newest
 
 
 def test_a_request_that_fails_everywhere_ends_in_time(tmp_path):
