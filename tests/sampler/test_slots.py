@@ -257,7 +257,7 @@ def test_a_long_answer_that_goes_on_behind_a_full_shard():
     [
         ({"prompt": ()}, "prompt is '0 tokens'; expected 1"),
         ({"prompt": (3, 16)}, r"prompt is \[3, 16\]; expected token ids in \[0, 16\)"),
-        ({"group": 0}, "group is 0; expected at least 1"),
+        ({"group": 0}, "group is 0; expected a whole number from 1"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"sampling": Sampling(-1.0)}, "temperature is -1.0"),
         ({"sampling": Sampling(top_p=0.0)}, "top_p is 0.0"),
