@@ -19,7 +19,7 @@ from jaxrl_llm.data import fitting
 from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.shape import LoRA, ModelConfig, RopeScaling
 from jaxrl_llm.objective.algorithms import Algorithm, Critic, PromptChoice, Term, Updates, call, wants
-from jaxrl_llm.sampler import pages
+from jaxrl_llm.sampler.page_sizes import least_tokens
 from jaxrl_llm.types import EOS, Optimizer, Prompt, Task, expect
 
 # What the numbers of a node may be; None is left to its type.
@@ -175,7 +175,7 @@ def _validate_servers(r: Rollout) -> None:
 def _validate_pages(r: Rollout, ways: int, evaluated: list[int]) -> None:
     """evaluated: tokens that the answers of evaluations may have."""
     answers = r.slots or r.prompts * r.group_size if r.zero_gap else ways
-    least = pages.least_tokens(r.max_prompt_tokens, max([r.max_response_tokens, *evaluated]), answers, ways)
+    least = least_tokens(r.max_prompt_tokens, max([r.max_response_tokens, *evaluated]), answers, ways)
     what = "every answer" if r.zero_gap else "an answer on each of the mesh's shards"
     enough = r.kv_tokens == 0 or r.kv_tokens >= least
     expect(enough, "rollout.kv_tokens", r.kv_tokens, f"0, or room for {what}: at least {least}")

@@ -20,8 +20,9 @@ from jaxrl_llm.models import attention
 from jaxrl_llm.models.kernels import platform
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler import core, page_attention, slots
+from jaxrl_llm.sampler.page_sizes import least_tokens, page_size, power_of_two
 from jaxrl_llm.sampler.requests import PartialAnswer, Request
-from jaxrl_llm.sampler.slots import ActiveGroup, SlotConfig, Slots, power_of_two
+from jaxrl_llm.sampler.slots import ActiveGroup, SlotConfig, Slots
 from jaxrl_llm.sampler.weights import SamplerWeights
 from jaxrl_llm.types import LENGTH, expect
 
@@ -312,17 +313,6 @@ class PagedSlots:
 
 def _key(request: Request) -> tuple:
     return request.prompt, request.seed, request.draw
-
-
-def page_size(prompt: int, answer: int, given: int = 0) -> int:
-    """Tokens of a page: a 64th of the longest prompt and answer, between 16 and 128, unless it is given."""
-    return given or min(max(power_of_two(-(-(prompt + answer) // 64)), 16), 128)
-
-
-def least_tokens(prompt: int, answer: int, answers: int, shards: int, page_tokens: int = 0) -> int:
-    """That pages have to hold for so many answers of the longest kind, over all shards."""
-    size = page_size(prompt, answer, page_tokens)
-    return shards * -(-answers // shards) * -(-(prompt + answer) // size) * size
 
 
 def page_count(config: SlotConfig) -> int:

@@ -21,6 +21,7 @@ from jaxrl_llm.data.tokenizers import Tokenizer
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.parallel import sharding
 from jaxrl_llm.sampler import core
+from jaxrl_llm.sampler.page_sizes import power_of_two
 from jaxrl_llm.sampler.requests import Group, PartialAnswer, Request
 from jaxrl_llm.sampler.sampling import Draw
 from jaxrl_llm.sampler.weights import SamplerWeights
@@ -119,11 +120,6 @@ def _keys(seeds: jax.Array, draws: jax.Array, numbers: jax.Array) -> jax.Array:
 
 def _padded(values: Collection[Any], n: int, dtype: Any = np.int32, fill: int = 0) -> np.ndarray:
     return np.array([*values, *[fill] * (n - len(values))], dtype)
-
-
-def power_of_two(n: int, least: int = 1) -> int:
-    """The least power of two that is neither below n nor below `least`."""
-    return max(least, 1 << max(n - 1, 0).bit_length())
 
 
 def _rows_of(answers: dict[int, PartialAnswer], n: int) -> core.Rows:

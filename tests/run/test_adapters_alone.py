@@ -20,6 +20,8 @@ from jaxrl_llm.parallel import sharding
 from jaxrl_llm.run import base, sft, teachers, trainer
 from jaxrl_llm.run.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.slow
+
 MODEL = ModelConfig(112, 2, 16, 2, 1, 10, 24, qkv_bias=True, remat="none")
 EXPERIMENT = """
 from dataclasses import replace
@@ -32,7 +34,6 @@ from jaxrl_llm.objective import advantages, losses
 from jaxrl_llm.objective.algorithms import Algorithm
 from jaxrl_llm.types import Optimizer, Reward, Task
 
-pytestmark = pytest.mark.slow
 
 
 def coin(prompt, text, finish):

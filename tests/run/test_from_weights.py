@@ -19,6 +19,8 @@ from jaxrl_llm.models import hf, transformer
 from jaxrl_llm.models.shape import ModelConfig
 from jaxrl_llm.run import probe, trainer
 
+pytestmark = pytest.mark.slow
+
 MODEL = ModelConfig(112, 2, 32, 4, 2, 10, 48, qk_norm=True, tied_head=False, rope_theta=1e6, max_positions=300)
 EXPERIMENT = """
 from dataclasses import replace
@@ -29,7 +31,6 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.objective.algorithms import ALGORITHMS
 from jaxrl_llm.types import Optimizer, Reward, Task
 
-pytestmark = pytest.mark.slow
 
 
 def coin(prompt, text, finish):
