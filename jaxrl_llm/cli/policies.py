@@ -42,7 +42,7 @@ def serve(
     cert: str | None = None, key: str | None = None, metrics_port: int | None = None, http_port: int | None = None,
     weights: Path | None = None, unwatched: bool = False,
 ) -> None:  # fmt: skip
-    """Serve a sampler to learners elsewhere and to clients of OpenAI's API.
+    """Serve a sampler to learners, and to clients of OpenAI's API.
 
     A learner finds it by `--set 'rollout.servers=["host:port"]'`. The token that callers must bring is $JAXRL_TOKEN,
     and who pushes weights brings $JAXRL_PUSH_TOKEN in its place; without both it listens on loopback alone.
